@@ -15,7 +15,6 @@ from terrace.launch.start import pace
 from terrace.model.facts import family_of
 from terrace.plan.few_exchanges import few_exchanges
 from terrace.probe.products import bf16_slowdown
-from terrace.program.kept import resting_bytes
 from terrace.program.program import Program
 from terrace.report.step_sections import blocks_section, bytes_section, memory_section, plan_section
 from terrace.report.step_view import StepView, step_words
@@ -82,7 +81,7 @@ def _cost_words(view: StepView) -> str:
 
 def below_words(programs: Sequence[Program]) -> str:
     """What is kept below the device, on the rank with the most; "" for nothing."""
-    each = [resting_bytes(program.model, program.stage.held) for program in programs]
+    each = [program.resting_bytes for program in programs]
     most = {medium: max(resting[medium] for resting in each) for medium in programs[0].plan.keep.media}
     return "".join(f", {quantity(size, 'B')} more on the {medium}" for medium, size in most.items() if size)
 

@@ -9,6 +9,7 @@ from typing import Literal
 Medium = Literal["device", "host", "disk"]
 DEVICE: Medium = "device"
 PLACED = ("params", "grads", "optimizer")  # states that have a placement, and a medium
+KEPT = (*PLACED, "activations")  # all that has a medium
 # Groups of states that one instruction changes together (terrace.plan.kept).
 GroupName = Literal["states", "momentum", "matrices"]
 STATES: GroupName = "states"
@@ -28,6 +29,8 @@ class Keep:
     optimizer: Medium = "device"  # optimizer states, and the master copy if it is separate
     grads: Medium = "device"  # accumulated gradients
     params: Medium = "device"  # the working copy of the parameters
+    activations: Medium = "device"  # inputs of blocks, from their forward to their backward (terrace.plan.boundaries)
+    blocks: tuple[str, ...] = ()  # the blocks whose inputs leave, as in `Plan.recompute`; empty: all layers
     piece: int = 1 << 20  # elements of a flat buffer that are read or written at a time
     ring: int = 4  # pieces of optimizer states that are on the device at a time
 
@@ -46,14 +49,20 @@ class Keep:
         """Whether the working copy of the parameters is kept below the device."""
         return self.params != DEVICE
 
+    @property
+    def activations_below(self) -> bool:
+        """Whether inputs of blocks are kept below the device, from their forward to their backward."""
+        return self.activations != DEVICE
+
     def on(self, medium: str) -> tuple[str, ...]:
         """The states that are kept on a medium."""
-        return tuple(state for state in PLACED if getattr(self, state) == medium)
+        return tuple(state for state in KEPT if getattr(self, state) == medium)
 
     @property
     def media(self) -> tuple[Medium, ...]:
         """The media below the device in use, each once."""
-        return tuple(each for each in dict.fromkeys((self.optimizer, self.params, self.grads)) if each != DEVICE)
+        used = dict.fromkeys((self.optimizer, self.params, self.grads, self.activations))
+        return tuple(each for each in used if each != DEVICE)
 
     @property
     def is_below(self) -> bool:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.plan.keep import ALL_ON_DEVICE, DEVICE
+from terrace.plan.keep import ALL_ON_DEVICE, DEVICE, KEPT
 from terrace.plan.kept import CHUNK, VECTOR
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import moments
@@ -19,13 +19,18 @@ def check_keep(cluster: Cluster, plan: Plan) -> None:
     keep = plan.keep
     if keep == ALL_ON_DEVICE:
         return
+    if keep.blocks and not keep.activations_below:
+        raise PlanError(
+            f"keep.blocks = {list(keep.blocks)} has no effect: their inputs would leave the device; leave it out, or "
+            "write keep.activations = 'disk'"
+        )
     if not keep.is_below:
         raise PlanError(
             f"keep.piece = {keep.piece} and keep.ring = {keep.ring} have no effect, since no state is kept below "
             "the device: leave them out, or write keep.optimizer = 'disk'"
         )
-    for state, medium in (("optimizer", keep.optimizer), ("params", keep.params), ("grads", keep.grads)):
-        if medium != DEVICE:
+    for state in KEPT:
+        if (medium := getattr(keep, state)) != DEVICE:
             _check_medium(cluster, state, medium)
     if keep.optimizer_below and not moments(plan.update, 1, 1):
         raise PlanError(

@@ -22,7 +22,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.keep import MARK_BYTES, MATRICES, MOMENTUM, NUM_WAYS, SECTOR_BYTES, STATES, GroupName
+from terrace.plan.keep import MATRICES, MOMENTUM, NUM_WAYS, STATES, GroupName
+from terrace.plan.pieces import Piece, whole_pieces, with_mark
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import moments, rests_master
 from terrace.plan.state_formats import state_bytes
@@ -43,13 +44,6 @@ class Group(NamedTuple):
     name: GroupName
     formats: tuple[str, ...]
     numel: int
-
-
-class Piece(NamedTuple):
-    """A piece of a group: the elements it has room for, and its bytes."""
-
-    numel: int
-    num_bytes: int
 
 
 def groups(plan: Plan, flat: FlatParamSpec) -> tuple[Group, ...]:
@@ -109,11 +103,7 @@ def part_bytes(formats: Sequence[str], numel: int) -> tuple[int, ...]:
 
 def piece_bytes(formats: Sequence[str], numel: int) -> int:
     """Bytes of a piece of `numel` elements."""
-    return _with_mark(sum(part_bytes(formats, numel)))
-
-
-def _with_mark(num_bytes: int) -> int:
-    return -(-(num_bytes + MARK_BYTES) // SECTOR_BYTES) * SECTOR_BYTES
+    return with_mark(sum(part_bytes(formats, numel)))
 
 
 def cuts(number: int, size: int, numel: int, formats: Sequence[str], start: int, num_decayed: int) -> list[slice]:
@@ -138,7 +128,7 @@ def param_pieces(plan: Plan, flat: FlatParamSpec) -> tuple[Piece, ...]:
     layout = flat.layout
     if not layout.params_below:
         return ()
-    return _whole_pieces(plan.keep.piece, flat.padded // layout.span(layout.params), flat.element_bytes(plan))
+    return whole_pieces(plan.keep.piece, flat.padded // layout.span(layout.params), flat.element_bytes(plan))
 
 
 def grad_pieces(plan: Plan, flat: FlatParamSpec) -> tuple[Piece, ...]:
@@ -147,14 +137,7 @@ def grad_pieces(plan: Plan, flat: FlatParamSpec) -> tuple[Piece, ...]:
     if not layout.grads_below or not flat.trainable:
         return ()
     owned = flat.padded // layout.span(layout.optimizer)
-    return _whole_pieces(plan.keep.piece, owned, FORMATS[plan.sums].element_bytes)
-
-
-@lru_cache(maxsize=4096)
-def _whole_pieces(size: int, numel: int, item: int) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(each, _with_mark(each * item)) for each in (min(size, numel - start) for start in range(0, numel, size))
-    )
+    return whole_pieces(plan.keep.piece, owned, FORMATS[plan.sums].element_bytes)
 
 
 @dataclass(frozen=True)

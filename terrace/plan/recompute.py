@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from terrace.base.errors import PlanError
+from terrace.base.errors import PlanError, did_you_mean
 from terrace.model.operations import Activation, Core, Enter, Mixture, Norm, Operation, Operations
 
 if TYPE_CHECKING:
@@ -82,6 +82,14 @@ def recomputed_parts(recompute: Sequence[str], blocks: Sequence["BlockSpec"]) ->
     names, are_layers = tuple(block.name for block in blocks), tuple(block.attends for block in blocks)
     found = _parts(tuple(recompute), names, are_layers)
     return found if blocks[0].num_trainable else ((), *found[1:])
+
+
+def meant(pattern: str, names: Sequence[str]) -> str:
+    """The pattern that may be meant by one that matches no block, as `did_you_mean` says it."""
+    # Layers are many and alike, so one pattern stands for all of them.
+    kinds = [name.rpartition(".")[0] for name in names]
+    known = dict.fromkeys(f"{kind}.*" if kind else name for kind, name in zip(kinds, names, strict=True))
+    return did_you_mean(pattern, known)
 
 
 def operations_in(parts: tuple[str, ...]) -> tuple[str, ...]:

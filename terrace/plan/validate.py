@@ -4,9 +4,10 @@ import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 
-from terrace.base.errors import ClusterError, PlanError, did_you_mean
+from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.boundaries import leaving
 from terrace.plan.chunk_rules import check_tensor_chunks
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
 from terrace.plan.context_rules import why_whole
@@ -18,7 +19,7 @@ from terrace.plan.mesh import Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.products import check_products
-from terrace.plan.recompute import WHOLE, Recomputation, operations_named, parse_recomputation, recomputed_parts
+from terrace.plan.recompute import WHOLE, Recomputation, meant, operations_named, parse_recomputation, recomputed_parts
 from terrace.plan.stack_rules import check_chunks, check_gaps, check_stack_table, check_stacks, refuse_unscaled_losses
 from terrace.plan.state_bytes import moments
 from terrace.plan.table_rules import check_vocabulary, check_vocabulary_tiers
@@ -214,6 +215,7 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
             "besides the parameters; leave it out"
         )
     check_recompute(Mesh.of(cluster, plan), plan, blocks)
+    leaving(plan.keep, blocks)  # raises for names of no block
     check_products(cluster.device, Mesh.of(cluster, plan), plan, blocks)
 
 
@@ -281,16 +283,9 @@ def check_recompute(mesh: Mesh, plan: Plan, blocks: Sequence[BlockSpec]) -> None
 
 def _check_names(entry: str, read: Recomputation, names: Sequence[str], blocks: Sequence[BlockSpec]) -> None:
     if not fnmatch.filter(names, read.pattern):
-        raise PlanError(f"recompute pattern {read.pattern!r} matches no block{_meant(read.pattern, names)}")
+        raise PlanError(f"recompute pattern {read.pattern!r} matches no block{meant(read.pattern, names)}")
     if not read.selects(names, [block.attends for block in blocks]):
         raise PlanError(
             f"recompute {entry!r}: no decoder layer matches {read.pattern!r}, and no other block has operations; leave "
             f"{', '.join(read.operations)} out"
         )
-
-
-def _meant(pattern: str, names: Sequence[str]) -> str:
-    # Layers are many and alike, so one pattern stands for all of them.
-    kinds = [name.rpartition(".")[0] for name in names]
-    known = dict.fromkeys(f"{kind}.*" if kind else name for kind, name in zip(kinds, names, strict=True))
-    return did_you_mean(pattern, known)

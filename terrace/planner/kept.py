@@ -1,19 +1,24 @@
-"""States that a plan keeps below the device (`--allow keep=disk`), and the search that uses them.
+"""States and inputs of layers that a plan keeps below the device (`--allow keep=disk`), and the search that uses them.
 
-With `--allow`, the search is repeated with optimizer states on each allowed medium, and the one with the shortest step
-is taken if that is shorter than without: less memory may permit less recomputation, larger micro-batches, or fewer
-ranks that share a state. Unasked they are taken only if nothing fits without them, from all media of the device. If
-nothing fits then either, parameters are kept there, too, and after them gradients.
+With `--allow`, the search is repeated with optimizer states on each allowed medium, with inputs of layers there, and
+with both, and the one with the shortest step is taken if that is shorter than without: less memory may permit less
+recomputation, larger micro-batches, or fewer ranks that share a state. Unasked they are taken only if nothing fits
+without them, from all media of the device: optimizer states, then parameters, too, then gradients. If nothing fits then
+either, inputs are kept there, alone and then beside states.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
 from terrace.base.words import quantity, seconds
 from terrace.cluster.below import MEDIA
+from terrace.plan.boundaries import input_bytes, leaving
+from terrace.plan.dims import is_layer
+from terrace.plan.edges import edge_of
 from terrace.plan.flats import block_flats
 from terrace.plan.keep import ALL_ON_DEVICE, Keep
 from terrace.plan.keep_rules import check_keep
@@ -21,6 +26,7 @@ from terrace.plan.kept import resting_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
+from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
@@ -29,9 +35,24 @@ if TYPE_CHECKING:
     from terrace.planner.products import ProductsFound
 
 _OPTION = "keep"
-# States that are kept below together, in the order in which they are tried.
-_STATES = (("optimizer",), ("params", "optimizer"), ("params", "grads", "optimizer"))
-_NAMES = {"params": "parameters", "grads": "gradients", "optimizer": "optimizer states"}
+_Kept = tuple[str, ...]  # kept below together
+_OPTIMIZER, _INPUTS = ("optimizer",), ("activations",)
+# In the order in which they are tried; the next row only if nothing of the one before fits.
+_ROWS: tuple[tuple[_Kept, ...], ...] = (
+    (_OPTIMIZER,),
+    (("params", *_OPTIMIZER),),
+    (("params", "grads", *_OPTIMIZER),),
+    (_INPUTS,),
+    ((*_INPUTS, *_OPTIMIZER),),
+    ((*_INPUTS, "params", "grads", *_OPTIMIZER),),
+)
+_ASKED: tuple[_Kept, ...] = (_OPTIMIZER, _INPUTS, (*_INPUTS, *_OPTIMIZER))
+_NAMES = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer states",
+    "activations": "inputs of layers",
+}
 
 
 def take_keep(texts: Sequence[str], task: Task) -> tuple[list[str], list[str]]:
@@ -67,8 +88,11 @@ class KeptSearch:
         found = self._search(space)
         on_device_s, task = _step_s(found), space.task
         media = self._asked or ([] if found.searched.found.best else [*task.cluster.device.below])
-        for states in _STATES if task.keep == ALL_ON_DEVICE else ():
-            for medium in media:
+        rows = (_ASKED, *_ROWS[1:]) if self._asked else _ROWS
+        has_layers = any(is_layer(task.blocks, index) for index in range(1, len(task.blocks)))
+        for row in rows if task.keep == ALL_ON_DEVICE else ():
+            tried = [states for states in row if has_layers or "activations" not in states]
+            for states, medium in product(tried, media):
                 keep = replace(ALL_ON_DEVICE, **dict.fromkeys(states, medium))  # type: ignore[arg-type]  # of `MEDIA`
                 below = self._search(replace(space, task=replace(task, keep=keep)))
                 if _has_room(below) and _step_s(below) < (1 - TIE) * _step_s(found):
@@ -84,9 +108,8 @@ class KeptSearch:
 
     def _why(self, task: Task, step_s: float) -> str:
         if task.keep == ALL_ON_DEVICE:
-            return f"optimizer states on the {' or '.join(self._asked)}, as allowed, make no step shorter" * bool(
-                self._asked
-            )
+            where = " or ".join(self._asked)
+            return f"states and inputs of layers on the {where}, as allowed, make no step shorter" if where else ""
         before_s = self._steps_s.get(task, math.nan)
         if math.isnan(before_s):  # of the user's own plan
             return ""
@@ -113,7 +136,8 @@ def lanes_words(task: Task, best: Estimate) -> str:
             f"a step reads {quantity(moved[0], 'B')} from the {medium} in {seconds(lanes_s[0])}, writes "
             f"{quantity(moved[1], 'B')} in {seconds(lanes_s[1])}, and computes for {seconds(computing_s)}"
         )
-        if max(lanes_s) > computing_s:
+        # Bytes of inputs grow with the batch as computing does.
+        if max(lanes_s) > computing_s and task.keep.activations != medium:
             words += f"; from a batch of about {most:,} sequences on, passed in one unit, it computes for longer"
         found.append(words)
     return "; ".join(found)
@@ -128,7 +152,14 @@ def _has_room(found: "ProductsFound") -> bool:
     mesh = Mesh.of(task.cluster, plan)
     flats = block_flats(task.cluster, plan, slice_blocks(task.blocks, mesh))
     below, stages = task.cluster.device.below, mesh.total("pipeline")
-    return all(size <= stages * below[name].share_bytes for name, size in resting_bytes(plan, flats).items())
+    resting = resting_bytes(plan, flats)
+    if gone := leaving(plan.keep, task.blocks):
+        tensor = TensorTraffic.of(mesh, [tier.name for tier in task.cluster.tiers], plan, task.sequence)
+        numel = math.prod(edge_of(tensor, slice_blocks(task.blocks, mesh)).shape)
+        # Stage i of n has n - i micro-batches in flight, and a stage without a pipeline those of a unit.
+        flying = max(plan.unit, (stages + 1) / 2)
+        resting[plan.keep.activations] += math.ceil(flying * len(gone)) * input_bytes(plan, numel)
+    return all(size <= stages * below[name].share_bytes for name, size in resting.items())
 
 
 def _step_s(found: "ProductsFound") -> float:

@@ -4,6 +4,7 @@ it, and what its micro-batches in flight keep.
 
 from collections.abc import Sequence
 
+from terrace.plan.boundaries import leaving
 from terrace.plan.mesh import Mesh
 from terrace.planner.bubbles import in_flight
 from terrace.planner.cuts import Cut
@@ -12,6 +13,7 @@ from terrace.planner.parts import Counts, Runs
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Task, num_micros
 from terrace.program.schedules.registry import takes_unit
+from terrace.simulate.activations import activations_of
 
 
 class Memory:
@@ -20,6 +22,11 @@ class Memory:
     def __init__(self, task: Task, estimator: Estimator) -> None:
         self.task, self.estimator, self.again = task, estimator, task.recomputations
         self.num_inner = len(task.inner)
+        gone, kinds = leaving(task.keep, task.blocks), task.kinds.order
+        # Of the blocks of each kind, those whose inputs are kept below the device.
+        self._left = [
+            sum(kinds[block] == kind for block in gone) / kinds.count(kind) for kind in range(len(estimator.specs))
+        ]
         self._held: dict[tuple[object, ...], list[tuple[list[float], float]]] = {}
 
     def whole_bytes(self, candidate: Candidate, cut: Cut) -> float:
@@ -69,7 +76,14 @@ class Memory:
         return found
 
     def _kept(self, kind: int, mesh: Mesh, recompute: int) -> int:
-        return 0 if self.estimator.specs[kind].at_an_end else self.estimator.kept_bytes(kind, mesh, 1, recompute)
+        estimator, spec = self.estimator, self.estimator.specs[kind]
+        if spec.at_an_end:
+            return 0
+        kept = estimator.kept_bytes(kind, mesh, 1, recompute)
+        if self._left[kind]:
+            left = activations_of(estimator.work(mesh, 1), spec, self.task.backend).input_bytes
+            kept -= int(self._left[kind] * left)
+        return kept
 
 
 def total(sizes: Sequence[float], runs: Runs) -> float:

@@ -94,8 +94,9 @@ class Search:
                     likely.add(entry.price_s, estimate.step_s)
         nearest = None
         if not played and (smallest := self.fitting.smallest()) is not None:
-            nearest = self.evaluator.played(smallest)
-            if nearest.needed_bytes <= self.fitting.capacity_bytes:  # less than was estimated
+            with suppress(PlanError):  # as above
+                nearest = self.evaluator.played(smallest)
+            if nearest is not None and nearest.needed_bytes <= self.fitting.capacity_bytes:  # less than was estimated
                 played, nearest = [nearest], None
         further = [each for each in ranked(played) if each not in finalists]
         return Found(

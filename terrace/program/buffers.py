@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.base.alike import once_each
+from terrace.plan.boundaries import passing_bytes
 from terrace.plan.edges import edge_feedback_bytes
 from terrace.plan.flats import FlatParamSpec, gathered_bytes
 from terrace.plan.keep import MOST_UPDATED, MOST_WRITTEN
@@ -133,6 +134,9 @@ def _ring(model: "ShardedModel", stage: Stage) -> Iterator[Buffer]:
     size = ring_bytes(model.plan, [model.flats[block] for block in stage.held])
     if size:
         yield Buffer("ring of states kept below", "buffers", size)
+    if model.leaving:
+        size = passing_bytes(model.plan, model.input_numel)
+        yield Buffer("ring of inputs kept below", "buffers", size)
 
 
 _TAKES = {Op.GATHER: "gathered", Op.ORTHOGONALISE: "buffers", Op.TIE: "buffers"}

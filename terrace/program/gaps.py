@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from terrace.program.sharded_model import ShardedModel
 
 _CLASSES = {Op.REDUCE: MessageClass.REDUCE, Op.SYNC: MessageClass.SYNC}
-BETWEEN = frozenset((Op.GATHER, Op.FREE, Op.REDUCE, Op.SYNC, Op.SEND, Op.RECV))
+BETWEEN = frozenset((Op.GATHER, Op.FREE, Op.FETCH, Op.REDUCE, Op.SYNC, Op.SEND, Op.RECV))
 
 
 def may_be_in_gaps(model: "ShardedModel", op: Op, block: int) -> bool:

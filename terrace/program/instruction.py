@@ -8,6 +8,8 @@
 | BACKWARD        | run the backward of a block on a micro-batch, recomputing its graph if need be    |
 | BACKWARD_INPUT  | its first half: the gradient of the input, which the block before waits for       |
 | BACKWARD_WEIGHT | its second half, any time later: the gradients of linear layers' weights          |
+| EVICT           | write a block's input below the device after its forward, and free its memory     |
+| FETCH           | read it back ahead of its backward                                                |
 | REDUCE          | reduce the block's gradient so far, up to `micro`, into the grads tier's shard    |
 | TIE             | add another stage's gradient shard of the same block, once a step                 |
 | SYNC            | reduce the accumulated gradient over tiers outside the grads tier, once a step    |
@@ -44,6 +46,8 @@ class Op(StrEnum):
     BACKWARD = "BACKWARD"
     BACKWARD_INPUT = "BACKWARD_INPUT"
     BACKWARD_WEIGHT = "BACKWARD_WEIGHT"
+    EVICT = "EVICT"
+    FETCH = "FETCH"
     REDUCE = "REDUCE"
     TIE = "TIE"
     SYNC = "SYNC"
@@ -92,6 +96,8 @@ SPECS: dict[Op, OpSpec] = {
     Op.BACKWARD: _PASS,
     Op.BACKWARD_INPUT: _PASS,
     Op.BACKWARD_WEIGHT: _PASS,
+    Op.EVICT: OpSpec(("block", "micro")),
+    Op.FETCH: OpSpec(("block", "micro")),
     Op.REDUCE: OpSpec(("block", "micro", "in_gaps"), MessageClass.REDUCE),
     Op.TIE: OpSpec(("block", "peer"), MessageClass.TIE, peer="with"),
     Op.SYNC: OpSpec(("block", "in_gaps"), MessageClass.SYNC, of_each_block=(Phase.TRAIN,)),
@@ -110,6 +116,7 @@ SPECS: dict[Op, OpSpec] = {
     Op.SEND: OpSpec(_POINT_TO_POINT, *BETWEEN_STAGES, peer="to", phases=_EVALUATED),
     Op.RECV: OpSpec(_POINT_TO_POINT, *BETWEEN_STAGES, peer="from", phases=_EVALUATED),
 }
+HALVES = (Op.BACKWARD, Op.BACKWARD_INPUT)  # passes that read the input of a block
 PASSES = frozenset(op for op, spec in SPECS.items() if spec.is_pass)
 COLLECTIVES = frozenset(op for op, spec in SPECS.items() if spec.message is not None and not spec.peer)
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from terrace.plan.boundaries import input_bytes
 from terrace.plan.keep import MOMENTUM
 from terrace.plan.kept import NO_TRAFFIC, Group, Traffic, grads_bytes, groups, params_bytes, pieces, traffic
 from terrace.plan.kept import resting_bytes as all_resting_bytes
@@ -70,6 +71,14 @@ def gradients(model: "ShardedModel", instruction: Instruction) -> tuple[int, int
     return (found, 0) if instruction.op is Op.UPDATE else (0, found)
 
 
+def inputs(model: "ShardedModel", instruction: Instruction) -> tuple[int, int]:
+    """Bytes of a block's input that an instruction reads from below the device, and that it writes there."""
+    if instruction.op not in (Op.EVICT, Op.FETCH):
+        return 0, 0
+    found = input_bytes(model.plan, model.input_numel)
+    return (found, 0) if instruction.op is Op.FETCH else (0, found)
+
+
 def kept_bytes(model: "ShardedModel", counts: Mapping[Instruction, int]) -> dict[tuple[MessageClass, str], int]:
     """Bytes that instructions read from media below the device and write to them, by message class and medium."""
     keep, found = model.plan.keep, Counter[tuple[MessageClass, str]]()
@@ -78,9 +87,10 @@ def kept_bytes(model: "ShardedModel", counts: Mapping[Instruction, int]) -> dict
         if _restores(instruction, counts):
             read += written
         of_states = passed(model, instruction).num_bytes
-        for message, of_params, of_grads in zip(_CLASSES, (read, written), gradients(model, instruction), strict=True):
-            found[message, keep.params] += times * of_params
-            found[message, keep.grads] += times * of_grads
+        wholes = (read, written), gradients(model, instruction), inputs(model, instruction)
+        for message, *each in zip(_CLASSES, *wholes, strict=True):
+            for medium, size in zip((keep.params, keep.grads, keep.activations), each, strict=True):
+                found[message, medium] += times * size
             found[message, keep.optimizer] += times * of_states
     return {key: size for key, size in found.items() if size}
 
@@ -90,6 +100,9 @@ def _restores(instruction: Instruction, counts: Mapping[Instruction, int]) -> bo
     return instruction.op is Op.REFRESH and Instruction(Op.UPDATE, instruction.block) not in counts
 
 
-def resting_bytes(model: "ShardedModel", held: Sequence[int]) -> dict[str, int]:
-    """Bytes that a rank keeps on each medium below its device for the blocks that it holds."""
-    return all_resting_bytes(model.plan, [model.flats[block] for block in held])
+def resting_bytes(model: "ShardedModel", held: Sequence[int], num_inputs: int) -> dict[str, int]:
+    """Bytes that a rank keeps on each medium below its device for the blocks that it holds, and inputs of blocks."""
+    found = all_resting_bytes(model.plan, [model.flats[block] for block in held])
+    if num_inputs:
+        found[model.plan.keep.activations] += num_inputs * input_bytes(model.plan, model.input_numel)
+    return found

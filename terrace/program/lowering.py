@@ -5,6 +5,8 @@ Groups of micro-batches pass the chunks of a stage (terrace.plan.stage) in the o
     RECV        its input, if another stage computes it; issued one task ahead
     GATHER      `prefetch` visits before the first block that reads it (terrace.plan.residency)
     FORWARD, BACKWARD, or one half of a backward, of each block
+    EVICT       after a forward whose input is kept below the device
+    FETCH       of that input, ahead of its backward (terrace.program.boundaries)
     FREE        after the last visit that uses the block
     REDUCE      once per unit of micro-batches, when its gradient is complete
     COUNT       after the last forward of a stage with routers
@@ -101,7 +103,11 @@ def sharded(
             raise no_sequence(axis)
     sliced = slice_blocks(blocks, mesh)
     model = ShardedModel(cluster=cluster, plan=plan, layout=layout, blocks=sliced, sequence=sequence)
-    if mesh.total("pipeline") > 1:
+    if model.leaving and sequence < 1:
+        raise PlanError(
+            f"keep.activations = {plan.keep.activations!r} needs the length of a sequence, by which activations go"
+        )
+    if mesh.total("pipeline") > 1 or model.leaving:
         edge_of(model.tensor, model.blocks)  # raises if its size is not known
     return model
 
@@ -187,8 +193,15 @@ def _facts(model: ShardedModel) -> tuple[_Fact, ...]:
     facts = zip(model.of_flats(of_flats), model.blocks, _gap_facts(model), strict=True)
     return tuple(
         [
-            (*of_block, block.num_trainable > 0, block.tied_to, num_choices(block) > 0, of_gaps)
-            for of_block, block, of_gaps in facts
+            (
+                *of_block,
+                block.num_trainable > 0,
+                block.tied_to,
+                num_choices(block) > 0,
+                of_gaps,
+                number in model.leaving,
+            )
+            for number, (of_block, block, of_gaps) in enumerate(facts)
         ]
     )
 

@@ -15,9 +15,10 @@ from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.stage import SHORT, Stage
 from terrace.plan.wire import MessageClass
+from terrace.program.boundaries import most_below
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import SPECS, Instruction
-from terrace.program.kept import kept_bytes, num_pieces
+from terrace.program.kept import kept_bytes, num_pieces, resting_bytes
 from terrace.program.message import Message
 from terrace.program.messages import edge_hop, message_of
 from terrace.program.phase import Phase
@@ -162,6 +163,17 @@ class Program:
     def num_kept_pieces(self) -> int:
         """Pieces of states below the device that pass in a step (terrace.plan.kept)."""
         return num_pieces(self.model, self.counts)
+
+    @cached_property
+    def most_inputs_below(self) -> int:
+        """Most inputs of blocks that are kept below the device at a time."""
+        # A peak does not grow with repetitions.
+        return most_below(self.short.instructions) if self.model.leaving else 0
+
+    @cached_property
+    def resting_bytes(self) -> dict[str, int]:
+        """Bytes that a rank keeps on each medium below its device."""
+        return resting_bytes(self.model, self.stage.held, self.most_inputs_below)
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:

@@ -110,7 +110,8 @@ def _after(op: Op, needed: Callable[[Walk, int], bool] = lambda walk, block: Tru
     return lambda walk, now: walk.missing([op], now.block, now.micro) if needed(walk, now.block) else None
 
 
-_OF_MICROS = (*PASSES, Op.REDUCE)
+_BELOW = (Op.EVICT, Op.FETCH)
+_OF_MICROS = (*PASSES, Op.REDUCE, *_BELOW)
 _ONCE = frozenset(Op) - {Op.GATHER, Op.FREE}
 _OF_STATES = (Op.REDUCE, Op.SYNC, Op.REFRESH, Op.OUTER_START, Op.OUTER_APPLY)
 _TRAINED = (*_OF_STATES, Op.TIE, Op.UPDATE)
@@ -145,6 +146,17 @@ RULES = (
         "the newest micro-batch whose gradient is complete is {}: say so",
         lambda w, now: None if w.newest[now.block] == now.micro else w.newest[now.block],
     ),
+    # Inputs that are kept below the device.
+    Rule(_BELOW, "the input of the block stays on the device", lambda w, now: now.block not in w.leaving),
+    Rule((Op.EVICT,), _BEFORE, _after(Op.FORWARD)),
+    Rule((Op.FETCH,), _BEFORE, _after(Op.EVICT)),
+    Rule(
+        _BELOW,
+        "the backward of this micro-batch has run",
+        lambda w, now: any(w.has(op, now.block, now.micro) for op in _HALVES),
+    ),
+    Rule((Op.FETCH,), "{} inputs are fetched ahead already", lambda w, _: w.ahead if w.ahead > w.most_ahead else None),
+    Rule(_HALVES, _BEFORE, _after(Op.FETCH, lambda w, block: block in w.leaving)),
     # Parameters.
     Rule(
         (Op.GATHER,),

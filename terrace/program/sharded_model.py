@@ -3,6 +3,7 @@
 The programs of all stages and phases refer to one object, so each derived value is computed once.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +12,7 @@ from typing import TypeVar
 from terrace.base.alike import first_equal
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.boundaries import leaving
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.edges import Edge, edge_of
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
@@ -38,7 +40,7 @@ class ShardedModel:
     """The layouts, flat buffers, block programs and messages of a model under a plan.
 
     `blocks` is the whole model, as one tensor rank holds it. `sequence` is the length in tokens, which determines the
-    messages of tensor, context and pipeline axes; 0 if the plan has none of these axes.
+    messages of tensor, context and pipeline axes and the inputs that leave the device; 0 if the plan has none of these.
     """
 
     cluster: Cluster
@@ -109,8 +111,18 @@ class ShardedModel:
 
     @cached_property
     def edge(self) -> Edge:
-        """The activation that crosses each edge between stages. Only with a pipeline."""
+        """The activation that crosses each edge between stages, or is kept below the device. Only with one of both."""
         return edge_of(self.tensor, self.blocks)
+
+    @cached_property
+    def leaving(self) -> frozenset[int]:
+        """The blocks whose inputs are kept below the device from their forward to their backward."""
+        return leaving(self.plan.keep, self.blocks)
+
+    @cached_property
+    def input_numel(self) -> int:
+        """Elements of such an input on a rank."""
+        return math.prod(self.edge.shape)
 
     @cached_property
     def block_kinds(self) -> tuple[int, ...]:

@@ -5,13 +5,14 @@ their RECVs have the same order.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.plan.counts import counted
 from terrace.plan.residency import Residency, gathers
 from terrace.plan.stage import Pass, Stage, reduction_points
+from terrace.program.boundaries import fetched_ahead, with_boundaries
 from terrace.program.gaps import before_gaps, may_be_in_gaps
 from terrace.program.instruction import Instruction, Op
 from terrace.program.segments import Writer
@@ -37,6 +38,9 @@ def write_passes(program: "Program", stages: Sequence[Stage]) -> Writer:
         if program.model.frees(stay.block):
             freed[stay.last] += (Instruction(Op.FREE, stay.block),)
     received, reduced = _received(found, stage, stages), _reduced(program)
+    leaving = program.model.leaving if program.trains else frozenset[int]()
+    fetched = fetched_ahead(stage, leaving)
+    fetches = {block: found.body(Instruction(Op.FETCH, block, 0)) for block in sorted(leaving)}
     sends = {key: None if edge is None else found.body(_send(edge)) for key, edge in _edges(stage, _sent).items()}
     bodies, order = dict[tuple[object, ...], int](), found.order
     # Three counters: visits of blocks (gathers), passes (reductions) and tasks (receives).
@@ -51,6 +55,8 @@ def write_passes(program: "Program", stages: Sequence[Stage]) -> Writer:
         reads, finishes = pass_ is not Pass.BACKWARD_WEIGHT, pass_.finishes
         for micro in micros:
             order += received.get(task, ())
+            if task in fetched:
+                order += [(fetches[block], of) for block, of in fetched[task]]
             task += 1
             # All micro-batches of a group share one gather: issued with the first, freed after the last.
             key = (
@@ -62,7 +68,7 @@ def write_passes(program: "Program", stages: Sequence[Stage]) -> Writer:
             )
             body = bodies.get(key)
             if body is None:
-                body = bodies[key] = found.body(*_body(blocks, *key))
+                body = bodies[key] = found.body(*_body(blocks, leaving, *key))
             order.append((body, micro))
             number += size
             if sent is not None:
@@ -83,12 +89,19 @@ def _at(found: Mapping[int, tuple[Instruction, ...]], first: int, size: int) -> 
 
 
 def _body(
-    blocks: Sequence[int], pass_: Pass, chunk: int, issued: _Extra, reduced: _Extra, freed: _Extra
+    blocks: Sequence[int],
+    leaving: Collection[int],
+    pass_: Pass,
+    chunk: int,
+    issued: _Extra,
+    reduced: _Extra,
+    freed: _Extra,
 ) -> Iterator[Instruction]:
-    op, none = _OPS[pass_], (None,) * len(blocks)
-    for block, before, after, last in zip(blocks, issued or none, reduced or none, freed or none, strict=True):
+    passes, none = [Instruction(_OPS[pass_], block, 0) for block in blocks], (None,) * len(blocks)
+    each = with_boundaries(passes, leaving) if leaving else [(now,) for now in passes]
+    for own, before, after, last in zip(each, issued or none, reduced or none, freed or none, strict=True):
         yield from before or ()
-        yield Instruction(op, block, 0)
+        yield from own
         yield from after or ()
         yield from last or ()
 

@@ -14,7 +14,8 @@ In short:
  4. the end of a step runs once, in order, on every trainable block: COUNT, CLIP, ORTHOGONALISE, UPDATE, exchanges of
     islands, REFRESH;
  5. parts of a REDUCE or SYNC in gaps leave in the next pass, which has gaps (terrace.program.gaps);
- 6. the model state fits the device.
+ 6. an input that is kept below the device is written after its forward, and read back before its backward;
+ 7. the model state fits the device.
 
 Tests hold the bytes and the memory of programs to closed formulas of their plans.
 """
@@ -24,7 +25,6 @@ from collections.abc import Iterator
 from terrace.base.errors import ProgramError
 from terrace.plan.stage import SHORT
 from terrace.program.instruction import SPECS, Instruction, Op
-from terrace.program.kept import resting_bytes
 from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.rules import OF_OP, OF_OP_IN_GAPS
@@ -47,7 +47,7 @@ def verify(program: Program, rank: int = 0) -> None:
 
 
 def _check_below(program: Program, rank: int) -> None:
-    for name, resting in resting_bytes(program.model, program.stage.held).items():
+    for name, resting in program.resting_bytes.items():
         medium = program.cluster.device.below[name]
         if resting > medium.share_bytes:
             raise ProgramError(

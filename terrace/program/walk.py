@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
+from terrace.plan.boundaries import MOST_AHEAD
 from terrace.plan.counts import counted
 from terrace.plan.flats import orthogonalised
 from terrace.plan.stage import count_units
@@ -52,6 +53,9 @@ class Walk:
         self.newest: dict[int, int] = {}  # block -> micro-batch that was completed last
         self.reductions: Counter[int] = Counter()  # block -> how often it was reduced
         self.stale: set[int] = set()  # blocks with something to reduce
+        self.leaving = model.leaving if program.trains else frozenset[int]()
+        self.ahead = 0  # inputs fetched from below the device that no backward has read
+        self.most_ahead = MOST_AHEAD + (stage.num_stages > 1)
         self.directions = 0  # layers whose matrices are gathered for the optimizer
 
     def take(self, now: Instruction) -> None:
@@ -78,7 +82,7 @@ class Walk:
             {block: micro - by for block, micro in self.newest.items()},
             {block: times * self.unit - by for block, times in self.reductions.items()},
             (set(self.resident), set(self.opened), set(self.stale), set(self.unused)),
-            (dict(self.finished), self.directions, [each.later(-by) for each in self.waiting]),
+            (dict(self.finished), self.directions, self.ahead, [each.later(-by) for each in self.waiting]),
         )
 
     def has(self, op: Op, block: int = -1, micro: int = -1) -> bool:
@@ -165,7 +169,11 @@ class Walk:
             self.read.add(key)
         self.unused.difference_update(self.needs[now.block])
         if backward:
+            self.ahead -= now.block in self.leaving
             self._adds(now)
+
+    def _fetch(self, now: Instruction) -> None:
+        self.ahead += 1
 
     def _backward(self, now: Instruction) -> None:
         self._pass(now)
@@ -207,6 +215,7 @@ _EFFECTS: dict[Op, Callable[[Walk, Instruction], None]] = {
     Op.BACKWARD: Walk._backward,
     Op.BACKWARD_INPUT: Walk._pass,
     Op.BACKWARD_WEIGHT: Walk._backward_weight,
+    Op.FETCH: Walk._fetch,
     Op.REDUCE: Walk._reduce,
     Op.ORTHOGONALISE: Walk._orthogonalise,
     Op.UPDATE: Walk._update,

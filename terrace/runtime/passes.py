@@ -19,6 +19,7 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.block_messages import GradientMessages, ParameterMessages
 from terrace.runtime.head import chunked_head, head_loss
 from terrace.runtime.in_block import InBlockAxis
+from terrace.runtime.kept.boundaries import alone, shares
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.messages import Messages
 from terrace.runtime.model_state import ModelState
@@ -42,6 +43,7 @@ class BlockCalls:
         self.modules, self.objective, self.axes, self.passages = state.modules, objective, axes, passages
         self.last = len(state.program.blocks) - 1
         self.recomputed = recomputed(state.program.plan, state.program.blocks)
+        self.leaving = state.program.model.leaving
 
     def begin(self, batches: Sequence[Batch], *, trains: bool) -> None:
         """Begin a program on `batches`."""
@@ -71,7 +73,7 @@ class StepValues:
 
 
 class Passes:
-    """FORWARD, BACKWARD in one or two parts, SEND and RECV on one rank."""
+    """FORWARD, BACKWARD in one or two parts, EVICT, FETCH, SEND and RECV on one rank."""
 
     step: StepValues  # of the program that runs
 
@@ -87,7 +89,7 @@ class Passes:
     ) -> None:
         self.calls, self._state, self._messages = calls, state, messages
         self._parameters, self._gradients, self._weights, self._load = parameters, gradients, weights, load
-        self._clock = messages.clock
+        self._clock, self._boundaries = messages.clock, state.below.boundaries
         modules = state.modules
         self.chunked = chunked_head(modules[calls.last], calls.objective) if calls.last in modules else None
 
@@ -107,7 +109,10 @@ class Passes:
         inputs = batch.inputs
         if now.block > 0:
             # Detached: the block's graph begins here, and its input gradient can be sent by itself.
-            inputs = self._take((False, now.block - 1, now.micro)).detach().requires_grad_(trains)
+            inputs = self._take((False, now.block - 1, now.micro)).detach()
+            if trains and now.block in calls.leaving:
+                inputs = alone(inputs)
+            inputs.requires_grad_(trains)
         if is_last and self.chunked is not None:
             if trains:
                 step.kept[now.block, now.micro] = Kept(inputs, None, _NO_STATE)  # its backward runs it
@@ -121,6 +126,8 @@ class Passes:
         counting = self._load.counting(now.block) if trains else nullcontext()
         with counting, torch.set_grad_enabled(trains and not again):
             output = calls.run(now.block, inputs, now.micro)
+            if trains and now.block in calls.leaving and shares(output, inputs):
+                output = output.clone()  # the next block reads it when the input has left
         if trains:
             step.kept[now.block, now.micro] = Kept(inputs, None if again else output, state)
         if is_last:
@@ -145,6 +152,7 @@ class Passes:
         self._clock.doing = "backward"
         self._parameters.await_for(now.block)
         self._gradients.open(now.block)
+        self._boundaries.await_for((now.block, now.micro), self._messages)
         kept = step.kept.pop((now.block, now.micro))
         queue = step.queues[now.block, now.micro] = self._weights.queue(hold, fills)
         if now.block == self.calls.last and self.chunked is not None:
@@ -177,6 +185,15 @@ class Passes:
         self._gradients.open(now.block)
         self.step.queues.pop((now.block, now.micro)).run()
         self._clock.mark(self._clock.doing)
+
+    def evict(self, now: Instruction) -> None:
+        """EVICT."""
+        key = now.block, now.micro
+        self._boundaries.evict(key, self.step.kept[key].inputs, self._messages)
+
+    def fetch(self, now: Instruction) -> None:
+        """FETCH."""
+        self._boundaries.fetch((now.block, now.micro), self._messages)
 
     def receive(self, now: Instruction) -> None:
         """RECV."""

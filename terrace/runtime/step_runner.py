@@ -7,6 +7,9 @@ Communication goes to the lane of the outermost tier it crosses. An instruction 
 
     FORWARD, BACKWARD   the gathers (for whole parameters, the refreshes) of its parameters; another stage's message
     BACKWARD            all reductions but the newest, so that at most one gradient is in flight
+    BACKWARD            the FETCH of its input
+    EVICT               the write of the EVICT before it
+    FETCH               the write of its EVICT
     GATHER              on its lane: the refresh of its block
     SYNC                on its lane: the last reduction of its block
     TIE                 every reduction, and the other stage
@@ -173,6 +176,8 @@ class StepRunner:
             Op.BACKWARD: passes.backward,
             Op.BACKWARD_INPUT: passes.backward_input,
             Op.BACKWARD_WEIGHT: passes.backward_weight,
+            Op.EVICT: passes.evict,
+            Op.FETCH: passes.fetch,
             Op.RECV: passes.receive,
             Op.SEND: passes.send,
             Op.REDUCE: gradients.reduce,

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 BELOW = (MessageClass.KEEP_READ, MessageClass.KEEP_WRITE)
 WAITS = WAIT, WAIT_WRITE = tuple(f"wait {message.value}" for message in BELOW)
-PARAMS, GRADS = "params", "grads"  # states that are read and written as wholes, without the ring
+# What is read and written as wholes, without the ring.
+PARAMS, GRADS, ACTIVATIONS = "params", "grads", "activations"
 Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
 _EXACT = 6  # times the slots: pieces of one instruction that are played one by one; the rest repeat the last ones
 
@@ -53,8 +54,11 @@ class Slots:
         keep = program.plan.keep
         media = {medium: Lanes() for medium in keep.media}
         self.ring = media.get(keep.optimizer, Lanes())  # of optimizer states
-        # Of parameters and gradients.
-        self.wholes = {PARAMS: media.get(keep.params, Lanes()), GRADS: media.get(keep.grads, Lanes())}
+        self.wholes = {
+            PARAMS: media.get(keep.params, Lanes()),
+            GRADS: media.get(keep.grads, Lanes()),
+            ACTIVATIONS: media.get(keep.activations, Lanes()),
+        }
         self._number = min(keep.ring, program.num_kept_pieces)
         self._there_s = deque[float]()  # when each piece that is read ahead is there
         self.grads_ahead = deque[Moment]()  # when the gradients of the next update are

@@ -1,11 +1,12 @@
 """The waits of a rank for states that are kept below its device (terrace.simulate.rank)."""
 
 from abc import abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
 from terrace.plan.keep import MOST_UPDATED
-from terrace.simulate.below import GRADS, PARAMS, WAIT, WAIT_WRITE, Moment, Slots
+from terrace.program.instruction import HALVES
+from terrace.simulate.below import ACTIVATIONS, GRADS, PARAMS, WAIT, WAIT_WRITE, Moment, Slots
 from terrace.simulate.priced_instruction import Event
 
 if TYPE_CHECKING:
@@ -15,12 +16,16 @@ if TYPE_CHECKING:
 class BelowClocks:
     """The clocks of a rank that depend on media below its device."""
 
-    __slots__ = ("grads_written", "now_s", "params_written", "slots")
+    __slots__ = ("evicted", "fetched", "grads_written", "leaving", "now_s", "params_written", "slots")
 
     def __init__(self, program: "Program") -> None:
         self.now_s, self.slots = 0.0, Slots(program)
         self.grads_written: deque[Moment] = deque()  # when each block's gradients are written
         self.params_written: deque[Moment] = deque()  # when each block's updated parameters are
+        self.leaving: Moment = (0.0, -1)  # when the newest input is written
+        # When the inputs of each block are written, and when those on their way back are there, in order.
+        self.evicted = defaultdict[int, deque[Moment]](deque)
+        self.fetched = defaultdict[int, deque[Moment]](deque)
 
     @abstractmethod
     def wait(self, moment: Moment, category: str) -> None:
@@ -53,6 +58,26 @@ class BelowClocks:
         """Wait until another block may be updated."""
         while len(self.params_written) >= MOST_UPDATED:
             self.wait(self.params_written.popleft(), WAIT_WRITE)
+
+    def evict(self, event: Event) -> None:
+        """EVICT waits for the write of the one before, then writes the input of its block."""
+        self.wait(self.leaving, WAIT_WRITE)
+        self.leaving = self.write_below(ACTIVATIONS, event.stream.write_s, (self.now_s, -1))
+        self.evicted[event.block].append(self.leaving)
+
+    def fetch(self, event: Event) -> None:
+        """FETCH waits for the write of its input, then reads it."""
+        self.wait(self.evicted[event.block].popleft(), WAIT_WRITE)
+        self.fetched[event.block].append(self.read_below(ACTIVATIONS, event.stream.read_s, (self.now_s, -1)))
+
+    def wait_kept(self, event: Event) -> None:
+        """Make a pass wait for its input, and for gradients whose memory it needs."""
+        self.wait_grads_written(event.most_writing)
+        if self.fetched and event.op in HALVES and event.block in self.fetched:
+            there = self.fetched[event.block]
+            self.wait(there.popleft(), WAIT)
+            if not there:
+                del self.fetched[event.block]
 
     def read_below(self, state: str, seconds: float, ready: Moment) -> Moment:
         """Read a whole state from below the device, from `ready` on, which may be past. Returns when that ends."""

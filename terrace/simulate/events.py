@@ -16,6 +16,7 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import ProgramError
+from terrace.plan.boundaries import input_bytes
 from terrace.plan.keep import MOST_WRITTEN
 from terrace.plan.kept import grads_bytes, is_final_at_once
 from terrace.plan.mesh import CONTEXT
@@ -23,7 +24,7 @@ from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport
-from terrace.simulate.priced_instruction import Event
+from terrace.simulate.priced_instruction import Event, Stream
 from terrace.simulate.rank import Act, Move, Passes, Play, Rank
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ _COLLECTIVE = {
     Op.OUTER_COUNT: Rank.outer_count,
     Op.OUTER_START: Rank.outer_start,
 }
+_BELOW = {Op.EVICT: Rank.evict, Op.FETCH: Rank.fetch}
 
 
 def price(program: "Program", costs: "Costs") -> list[Play]:
@@ -145,6 +147,8 @@ class _Pricing:
             )
         if op is Op.OUTER_APPLY:
             return Rank.outer_apply, Event(op, block, self.costs.apply_s(block), -1, "update")
+        if op in _BELOW:
+            return _BELOW[op], Event(op, block, 0.0, -1, "", stream=self._input_stream(op))
         # Frozen blocks and gradients accumulated in place need no reduction; a RECV is waited for by its pass.
         if op in (Op.FREE, Op.RECV) or (op is Op.REDUCE and not self._buffered[block]):
             return Rank.nothing, _NO_EVENT
@@ -178,6 +182,12 @@ class _Pricing:
 
     def _next_gradients_s(self, block: int) -> float:
         return self.costs.gradients_s(self._read_next[block]) if block in self._read_next else 0.0
+
+    def _input_stream(self, op: Op) -> Stream:
+        """Seconds in which an EVICT writes the input of its block, or a FETCH reads it."""
+        plan, device = self.program.plan, self.program.cluster.device
+        medium, size = device.below[plan.keep.activations], input_bytes(plan, self.program.model.input_numel)
+        return Stream(0, medium.read_s(size), 0.0) if op is Op.FETCH else Stream(0, 0.0, medium.write_s(size))
 
     def _orthogonalises(self, block: int) -> bool:
         return any(flat.num_orthogonal for flat in self.program.model.flats[block])

@@ -20,12 +20,10 @@ The categories are those of model state (terrace.simulate.states) and
 Scratch memory of kernels and RoPE's tables are in no category.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from typing import Literal
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
@@ -34,8 +32,10 @@ from terrace.model.blocks import operations_of
 from terrace.model.operations import Operations
 from terrace.model.part_kernel import Part
 from terrace.model.spec import BlockSpec
+from terrace.plan.boundaries import leaving, passing_bytes
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes
 from terrace.plan.in_block_messages import TensorMessage
+from terrace.plan.keep import Keep
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -49,6 +49,7 @@ from terrace.program.resolve import tensor_message
 from terrace.simulate.activations import BlockActivations, activations_of, recomputing
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.masks import has_flash_attention, mask_bytes, work_in
+from terrace.simulate.moments import Moment, Phase, Run, moments
 from terrace.simulate.states import StageBlocks, look_ups_of, model_states, stage_blocks
 from terrace.simulate.work import Work
 
@@ -66,8 +67,6 @@ CUDA_PAGES_BYTES = 2 * (2 + 20) << 20
 LOAD_FACTOR = 2.6
 
 _TOKEN_BYTES = 8
-
-Phase = Literal["forward", "backward", "update"]
 
 
 def footprint(
@@ -116,7 +115,7 @@ def footprint(
             f"in_flight = {in_flight} of {num_micros} micro-batches: a stage holds at least 1 and at most all"
         )
     states = model_states(cluster, plan, kinds, stage, num_micros)
-    steady = dict(states.steady)
+    steady = states.steady | {"buffers": states.steady["buffers"] + _passing_bytes(work, plan, kinds, held, backend)}
     if work.tensor > 1:
         steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
     if num_stages > 1:
@@ -129,7 +128,7 @@ def footprint(
     pending = states.gradients[stage.order[0]] if num_micros > plan.unit else 0
     updating = {name: steady[name] + size for name, size in states.updating.items()}
     candidates = [steady | updating] if phase in (None, "update") else []
-    for moment in _moments(work, kinds, held, plan.recompute, backend, in_flight, due, num_stages > 1):
+    for moment in _moments(work, kinds, held, plan.recompute, plan.keep, backend, in_flight, due, num_stages > 1):
         if phase in (None, moment.phase):
             gradients = states.last_gradients if moment.is_last else states.gradients
             running = {
@@ -150,6 +149,13 @@ def footprint(
     reserve_bytes = {"cuda": max(CUDA_PAGES_BYTES, int((CUDA_ALLOCATOR_FACTOR - 1) * tensors_bytes)), "cpu": 0}[backend]
     context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
     return worst | {"allocator": reserve_bytes, "context": context_bytes}
+
+
+def _passing_bytes(work: Work, plan: Plan, kinds: Kinds, held: Sequence[int], backend: Backend) -> int:
+    """Bytes of the buffers through which inputs pass that are kept below the device."""
+    gone = leaving(plan.keep, kinds.blocks) & {*held}
+    sizes = {activations_of(work, kinds.blocks[block], backend).input_bytes for block in gone}
+    return passing_bytes(plan, max(sizes) // FORMATS[plan.compute].element_bytes) if sizes else 0
 
 
 def _loaded(work: Work, plan: Plan, load: float) -> Work:
@@ -188,7 +194,7 @@ def stage_footprint(
     """
     layer, backend = layer or operations_of(kinds.specs), backend or cluster.device.type
     work = _loaded(work_of(cluster, plan, layer, sequence, backend), plan, load)
-    held = [_kept_bytes(work, kinds, tuple(chunk), plan.recompute, backend) for chunk in chunks]
+    held = [_kept_by_chunk(work, kinds, tuple(chunk), plan.recompute, plan.keep, backend) for chunk in chunks]
     # One number in flight per stage: the mean over its chunks, weighted by kept bytes.
     kept = sum(size * waits for size, waits in zip(held, waiting, strict=True))
     return footprint(
@@ -205,13 +211,6 @@ def stage_footprint(
         backend=backend,
         load=load,
     )
-
-
-@lru_cache(maxsize=4096)
-def _kept_bytes(work: Work, kinds: Kinds, chunk: Sequence[int], recompute: tuple[str, ...], backend: Backend) -> int:
-    runs = _runs(work, kinds, chunk, recompute, backend)
-    # Logits and their input exist only while they are computed.
-    return sum(run.block.kept_bytes * run.count for run in runs if not kinds.specs[run.kind].at_an_end)
 
 
 def _tensor_buffers(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks, sequence: int) -> int:
@@ -292,82 +291,29 @@ def _codes(cluster: Cluster, plan: Plan, mesh: Mesh, work: Work) -> float:
     return max((wire.message_bytes(numel) / own.message_bytes(numel) for wire in wires if wire != own), default=0.0)
 
 
-@dataclass(frozen=True)
-class _Moment:
-    phase: Phase
-    kind: int
-    activations: int
-    experts: int
-    logits: int
-    working: int
-    is_last: bool  # of its kind
-
-
-@dataclass(frozen=True)
-class _Run:
-    kind: int
-    block: BlockActivations
-    bare: BlockActivations  # without the rows of experts
-    count: int  # of these blocks
-    activations: int  # of all blocks up to the last of these, without logits and rows of experts
-    experts: int
-    logits: int
-    before: "_Run | None"  # up to the block before the last of these
-
-
 @lru_cache(maxsize=65536)
 def _moments(
     work: Work,
     kinds: Kinds,
     held: Sequence[int],
     recompute: tuple[str, ...],
+    keep: Keep,
     backend: Backend,
     in_flight: float,
     due: float | None,
     pipelined: bool,
-) -> tuple[_Moment, ...]:
-    runs = _runs(work, kinds, held, recompute, backend)
-    others = in_flight - 1
-    # A micro-batch between the halves of its backward may hold more than one before the first half.
-    more = math.ceil(
-        (due or 0.0) * max(0, sum(run.count * (run.block.due_bytes - run.block.kept_bytes) for run in runs))
-    )
-    moments, lasts = [], {run.kind: run for run in runs}
-    # The gradients of two layers are only alive once the last of them has freed its activations.
-    for run in chain(runs, (run.before for run in runs if run.before is not None)):
-        # In a pipeline the other micro-batches in flight have finished the whole stage. In a unit they have finished
-        # this block, and each keeps the block's output, or its gradient, for the next block.
-        block, bare, beside = run.block, run.bare, runs[-1] if pipelined else run
-        activations = run.activations + math.ceil(others * beside.activations) + more
-        experts = run.experts + math.ceil(others * beside.experts)
-        logits = run.logits + math.ceil(others * beside.logits)
-        # In a unit's backward, each other micro-batch holds the gradient of its input and has freed its kept tensors,
-        # or still holds the gradient of its output.
-        left = max(block.output_bytes, 2 * block.input_bytes - block.kept_bytes)
-        forward, backward = (0 if pipelined else math.ceil(others * each) for each in (block.output_bytes, left))
-        halved = due is not None
-        peaks: tuple[tuple[Phase, int, int, int], ...] = (
-            ("forward", block.forward_peak_bytes, bare.forward_peak_bytes, forward),
-            ("backward", _backward_peak(block, halved), _backward_peak(bare, halved), backward),
-        )
-        for phase, whole, without, waiting in peaks:
-            own, rest = max(0, whole - block.kept_bytes), max(0, without - bare.kept_bytes)
-            rows = max(0, own - rest)
-            working, is_last = own - rows + waiting, lasts[run.kind] is run and not halved
-            moments.append(_Moment(phase, run.kind, activations, experts + rows, logits, working, is_last))
-    return tuple(moments)
-
-
-def _backward_peak(block: BlockActivations, halved: bool) -> int:
-    return block.halved_peak_bytes if halved else block.backward_peak_bytes
+) -> tuple[Moment, ...]:
+    return moments(_runs(work, kinds, held, recompute, keep, backend), in_flight, due, pipelined=pipelined)
 
 
 @lru_cache(maxsize=4096)
 def _runs(
-    work: Work, kinds: Kinds, held: Sequence[int], recompute: tuple[str, ...], backend: Backend
-) -> tuple[_Run, ...]:
+    work: Work, kinds: Kinds, held: Sequence[int], recompute: tuple[str, ...], keep: Keep, backend: Backend
+) -> tuple[Run, ...]:
+    """The blocks `held` as runs of one kind and recomputation, in the order of their last blocks."""
     again = recomputed_parts(recompute, kinds.blocks)
-    keys = [(kinds.order[index], again[index]) for index in held]
+    gone = leaving(keep, kinds.blocks)
+    keys = [(kinds.order[index], again[index], index in gone) for index in held]
 
     def activations(kind: int, parts: tuple[str, ...]) -> tuple[BlockActivations, BlockActivations]:
         spec, of_block = kinds.specs[kind], recomputing(work, parts)
@@ -375,16 +321,27 @@ def _runs(
         has_rows = spec.has_stacks
         return found, activations_of(replace(of_block, load=0.0), spec, backend) if has_rows else found
 
-    known = {key: activations(*key) for key in set(keys)}
+    known = {key: activations(*key) for key in {key[:2] for key in keys}}
     # Kept bytes only grow, so the last block of each (kind, recomputed parts) is the worst one.
-    last: dict[tuple[int, tuple[str, ...]], _Run] = {}
+    last: dict[tuple[int, tuple[str, ...], bool], Run] = {}
     kept = experts = logits = 0
     for key in keys:
-        block, bare = known[key]
-        kept += bare.kept_bytes - block.logits_bytes
+        block, bare = known[key[:2]]
+        left = block.input_bytes if key[2] else 0
+        kept += bare.kept_bytes - block.logits_bytes - left
         experts += block.kept_bytes - bare.kept_bytes
         logits += block.logits_bytes
         before = last.pop(key, None)  # so that the runs are in the order of their last blocks
         before = replace(before, before=None) if before else None
-        last[key] = _Run(key[0], block, bare, before.count + 1 if before else 1, kept, experts, logits, before)
+        last[key] = Run(key[0], block, bare, before.count + 1 if before else 1, kept, experts, logits, before, left)
     return tuple(last.values())
+
+
+@lru_cache(maxsize=4096)
+def _kept_by_chunk(
+    work: Work, kinds: Kinds, chunk: Sequence[int], recompute: tuple[str, ...], keep: Keep, backend: Backend
+) -> int:
+    """Bytes that a chunk of layers keeps of a micro-batch."""
+    runs = _runs(work, kinds, chunk, recompute, keep, backend)
+    # Logits and their input exist only while they are computed.
+    return sum((run.block.kept_bytes - run.left) * run.count for run in runs if not kinds.specs[run.kind].at_an_end)

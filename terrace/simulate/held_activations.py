@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.model.spec import BlockSpec
+from terrace.plan.boundaries import leaving
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import recomputed_parts
 from terrace.program.instruction import PASSES, Instruction, Op
@@ -33,6 +34,7 @@ class Held(NamedTuple):
     on_top: int
     halved_on_top: int
     forward_on_top: int = 0
+    left: int = 0  # of `kept`, the input, if it leaves the device
 
 
 class Change(NamedTuple):
@@ -47,17 +49,28 @@ def activations_by_block(work: Work, plan: Plan, blocks: Sequence[BlockSpec], ba
     """Activation bytes of every block for one micro-batch; the plan's patterns decide which blocks are recomputed."""
     # The plan's patterns decide per block, so `work` itself recomputes nothing.
     work = replace(work, expert_chunks=plan.num_chunks)
-    found = []
-    for parts, spec in zip(recomputed_parts(plan.recompute, blocks), blocks, strict=True):
+    found, gone = [], leaving(plan.keep, blocks)
+    for number, (parts, spec) in enumerate(zip(recomputed_parts(plan.recompute, blocks), blocks, strict=True)):
         block = activations_of(recomputing(work, parts), spec, backend)
         peaks = block.backward_peak_bytes, block.halved_peak_bytes, block.forward_peak_bytes
-        found.append(Held(block.kept_bytes, block.due_bytes, *(max(0, peak - block.kept_bytes) for peak in peaks)))
+        backward, halved, forward = (max(0, peak - block.kept_bytes) for peak in peaks)
+        left = block.input_bytes if number in gone else 0
+        found.append(Held(block.kept_bytes, block.due_bytes, backward, halved, forward, left))
     return found
 
 
 def activation_changes(instructions: Iterable[Instruction], by_block: Sequence[Held]) -> Iterator[Change]:
-    """All changes of a rank's activation bytes, in order."""
-    for position, (op, block, *_) in enumerate(instructions):
+    """All changes of a rank's activation bytes, in order.
+
+    An input that leaves is there until the next EVICT, which waits for its write, or until its own FETCH.
+    """
+    newest = (-1, -1)  # block and micro-batch of the input that was evicted last, if it is there
+    for position, (op, block, micro, *_) in enumerate(instructions):
+        if op is Op.EVICT or (op is Op.FETCH and newest == (block, micro)):
+            yield Change(position, False, -by_block[newest[0]].left if newest[0] >= 0 else 0)
+            newest = (block, micro) if op is Op.EVICT else (-1, -1)
+        if op is Op.FETCH:
+            yield Change(position, False, by_block[block].left)
         if op not in PASSES:
             continue
         held = by_block[block]

@@ -84,8 +84,7 @@ class Rank(BelowClocks):
     def __init__(self, program: "Program") -> None:
         super().__init__(program)
         self.mutual = program.cluster.device.type == "cpu"  # whether compute slows messages, too
-        shares = program.cluster.shared_buses
-        self.bus = Bus(shares) if shares else None
+        self.bus = Bus(shares) if (shares := program.cluster.shared_buses) else None
         self.stops = self.mutual or self.bus is not None  # whether the clock may stand still
         num_lanes = len(program.layout.tiers) + (program.stage.num_stages > 1)
         # When each lane is free, and since when it has been busy without a pause.
@@ -119,7 +118,8 @@ class Rank(BelowClocks):
                 moment, category = gathers.pop(block)
                 if moment[0] > self.now_s:
                     self.wait(moment, category)
-        self.wait_grads_written(event.most_writing)
+        if event.most_writing or self.fetched:
+            self.wait_kept(event)
         # At most one reduction may be in flight when a new gradient buffer opens.
         while event.opens and len(self.reductions) > 1:
             self.wait(self.reductions.popleft(), "wait reduce")
@@ -156,8 +156,9 @@ class Rank(BelowClocks):
 
     def is_held(self, passes: Passes) -> bool:
         """Whether passes may wait for messages or be slowed by them."""
-        under_way = self.busy_s > self.now_s or self.gathers or self.refreshes or passes.sends or self.grads_written
-        return bool(under_way or (passes.opens and len(self.reductions) > 1))
+        under_way = self.busy_s > self.now_s or self.gathers or self.refreshes or passes.sends
+        below = self.grads_written or self.fetched
+        return bool(under_way or below or (passes.opens and len(self.reductions) > 1))
 
     def run_whole(self, event: Event) -> None:
         """FORWARD and BACKWARD with parameters replicated on every rank: they wait for the refresh."""
@@ -286,8 +287,7 @@ class Rank(BelowClocks):
 
     def restore(self, event: Event) -> None:
         """REFRESH of a restoring program: compute waits for it."""
-        ready = self.issue(event, self.read_first(event, _START))
-        self.wait(self.write_params(event, ready), event.category)
+        self.wait(self.write_params(event, self.issue(event, self.read_first(event, _START))), event.category)
         self.params_written.clear()
 
     def issue(self, event: Event, ready: Moment) -> Moment:

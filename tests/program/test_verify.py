@@ -109,6 +109,11 @@ DAMAGES: list[tuple[str, Edit, str]] = [
     ("ddp", add(Instruction(Op.BACKWARD_INPUT, 3, 0), "CLIP"), "the backward of this micro-batch has run"),
     ("ddp", add(Instruction(Op.BACKWARD_WEIGHT, 3, 0), "CLIP"), "it needs `BACKWARD_INPUT b3 m0` before it"),
     ("ddp", add(Instruction(Op.TIE, 0, peer=1), "CLIP"), "stage 1 holds no copy of the block"),
+    (
+        "ddp",
+        add(Instruction(Op.EVICT, 1, 0), "FORWARD b2 m0"),
+        "`EVICT b1 m0`: the input of the block stays on the device",
+    ),
     ("ddp", add(Instruction(Op.COUNT), "CLIP"), "no block of the stage has a router"),
     ("ddp", add(Instruction(Op.ORTHOGONALISE, 0), "UPDATE b0"), "the optimizer updates as wholes"),
     ("ddp", add(Instruction(Op.OUTER_COUNT), "CLIP"), "no exchange starts here"),
@@ -130,7 +135,7 @@ def test_damage_is_named(name: str, edit: Edit, words: str) -> None:
     assert str(edited(program, edit).instructions[int(position)]) == instruction.split("`")[1]
 
 
-# Faults of these rules need frozen blocks, units, a pipeline, a whole secondary copy, Muon or an exchange.
+# Faults of these rules need frozen blocks, units, a pipeline, a whole secondary copy, inputs below, Muon, an exchange.
 ELSEWHERE = {
     "block {} runs on another stage",
     "block {} is on another stage",
@@ -139,6 +144,7 @@ ELSEWHERE = {
     "the gradient of block {} is synchronised already",
     "the newest micro-batch whose gradient is complete is {}: say so",
     "its secondary copy is whole and stays",
+    "{} inputs are fetched ahead already",
     "stage {} makes nothing of it that this stage reads",
     "the gradient that another stage has of this block is not added yet: TIE it before",
     "the whole matrices of two layers are held already",

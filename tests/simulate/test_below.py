@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,16 @@ def test_a_step_takes_as_long_as_its_slow_disk_reads_parameters() -> None:
 @pytest.mark.parametrize("update", ["adamw", "muon"])
 @pytest.mark.parametrize("sizes", [(1,), (2, 2)])
 @pytest.mark.parametrize(
-    "states", [("optimizer",), ("params",), ("grads",), ("params", "grads"), ("optimizer", "params", "grads")]
+    "states",
+    [
+        ("optimizer",),
+        ("params",),
+        ("grads",),
+        ("params", "grads"),
+        ("optimizer", "params", "grads"),
+        ("activations",),
+        ("optimizer", "params", "activations"),
+    ],
 )
 def test_the_critical_path_and_the_waits_name_the_medium(
     states: tuple[str, ...], sizes: tuple[int, ...], update: str
@@ -97,7 +107,7 @@ def test_the_critical_path_and_the_waits_name_the_medium(
     disk = replace(cluster.device.below["disk"], read_bytes_per_s=1e6, write_bytes_per_s=4e6)
     cluster = replace(cluster, device=replace(cluster.device, below={"disk": disk}))
     keep = Keep(piece=64, **dict.fromkeys(states, "disk"))  # type: ignore[arg-type]
-    built = build(cluster, replace(preset("zero3", cluster), update=update, unit=2, keep=keep), BLOCKS, 2)
+    built = build(cluster, replace(preset("zero3", cluster), update=update, unit=2, keep=keep), BLOCKS, 2, 64)
     recorded = record(built, step_costs(built, [1e3] * len(BLOCKS)))
     path, clock_s = critical_path(recorded), 0.0
     for piece in path.pieces:
@@ -111,6 +121,30 @@ def test_the_critical_path_and_the_waits_name_the_medium(
     exposed = exposed_by_axis([recorded])
     assert exposed.keys() <= {("disk", "disk"), *(("data", tier) for tier in built.layout.tiers)}
     assert sum(exposed.values()) == pytest.approx(sum(each for name, each in time_s.items() if "wait " in name))
+
+
+@pytest.mark.parametrize("changes", [{}, {"unit": 4}, {"recompute": ("*",)}])
+def test_inputs_pass_beside_computing_where_the_disk_is_fast_and_delay_it_by_their_bytes_where_not(
+    changes: dict[str, Any],
+) -> None:
+    """Forwards wait for writes and backwards for reads: both lanes are never busy at once."""
+    cluster, blocks = cluster_of(1), MODELS["deep llama tied"].declared
+
+    def step(rate: float, keep: Keep) -> tuple[dict[str, float], float]:
+        disk = replace(cluster.device.below["disk"], read_bytes_per_s=rate, write_bytes_per_s=rate / 2)
+        there = replace(cluster, device=replace(cluster.device, below={"disk": disk}))
+        built = build(there, replace(preset("ddp", there), keep=keep, **changes), blocks, 4, 64)
+        costs = step_costs(built, [1e6] * len(blocks))
+        report = simulate(built, costs)
+        assert record(built, costs).report.time_s == report.time_s
+        return dict(report.time_s), built.sent_bytes.get((MessageClass.KEEP_READ, "disk"), 0)
+
+    resident, _ = step(1e9, Keep())
+    fast, moved = step(1e15, Keep(activations="disk"))
+    slow, _ = step(1e4, Keep(activations="disk"))
+    assert sum(fast.values()) == pytest.approx(sum(resident.values()), rel=1e-6)
+    assert slow["wait keep_read"] + slow["wait keep_write"] == pytest.approx(3 * moved / 1e4, rel=0.05)
+    assert slow["wait keep_write"] == pytest.approx(2 * moved / 1e4, rel=0.05)
 
 
 def test_a_slower_disk_makes_the_step_longer_by_its_bytes() -> None:

@@ -16,14 +16,16 @@ from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.init import initialise
+from terrace.plan.keep import Keep
 from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.setup import Blocks, Workload
-from terrace.simulate.footprint import Phase, footprint, stage_footprint, work_of
+from terrace.simulate.footprint import footprint, stage_footprint, work_of
 from terrace.simulate.fullest import Job, fullest_stage
+from terrace.simulate.moments import Phase
 from tests.support.activations import layer_activations
 from tests.support.allocations import allocated, seeded
 from tests.support.lanes import use_lane
@@ -54,6 +56,7 @@ SEVEN_B = parse_model(
         "intermediate_size": 11008,
     }
 )
+INPUTS = Keep(activations="disk", piece=1 << 12)
 PLANS: dict[str, tuple[str, dict[str, Any], int, int]] = {  # preset, changes, sequence, micro-batches
     "nothing recomputed": ("zero3", {}, 256, 2),
     "every layer recomputed": ("zero3", {"recompute": ("layers.*",)}, 256, 2),
@@ -67,6 +70,9 @@ PLANS: dict[str, tuple[str, dict[str, Any], int, int]] = {  # preset, changes, s
     ),
     "a unit": ("zero3", {"unit": 2}, 256, 2),
     "a unit, some recomputed": ("zero3", {"unit": 2, "recompute": ("layers.1", "layers.2")}, 256, 4),
+    "inputs on a disk": ("ddp", {"keep": INPUTS}, 256, 2),
+    "inputs of recomputed layers on a disk": ("ddp", {"keep": INPUTS, "recompute": ("*",)}, 256, 2),
+    "a unit, inputs on a disk": ("zero3", {"keep": INPUTS, "recompute": ("layers.*",), "unit": 2}, 256, 4),
     "little to compute": ("zero3", {"prefetch": 2}, 16, 1),
 }
 
@@ -81,7 +87,7 @@ def measured_step(model: ModelConfig, plan: Plan, sequence: int, num_micros: int
     with use_lane("eager"):
         engine = Engine(
             Blocks(blocks, names=[spec.name for spec in specs], declared=specs),
-            Workload(cluster=cluster, plan=plan, num_micros=num_micros),
+            Workload(cluster=cluster, plan=plan, num_micros=num_micros, sequence=sequence),
             token_loss,
         )
     engine.step(batches, 1e-3)
@@ -100,7 +106,9 @@ def test_a_step_takes_what_is_predicted(name: str, compute: str, case: str) -> N
     plan = replace(preset(base, cluster_of(1)), **values)
     wanted = footprint(cluster_of(1), plan, kinds(MODELS[name]), sequence, num_micros, backend="cpu")
     measured = measured_step(MODELS[name], plan, sequence, num_micros)
-    assert sum(wanted.values()) - wanted["context"] == pytest.approx(measured, rel=0.005 if compute == "fp32" else 0.05)
+    # The ring is not memory of torch.
+    unseen = wanted["context"] + (2 * ((1 << 12) * DTYPES[compute].itemsize + 4096) if plan.keep.is_below else 0)
+    assert sum(wanted.values()) - unseen == pytest.approx(measured, rel=0.005 if compute == "fp32" else 0.05)
 
 
 def kinds(model: ModelConfig) -> Kinds:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from terrace.base.errors import HangError
 from terrace.checkpoint.reading import Checkpoint, resume
@@ -23,8 +22,9 @@ from terrace.plan.presets import preset
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.tracing import Tracer
 from tests.support.checkpoints import contents, differing, make, train
+from tests.support.kept import check_same_bits
 from tests.support.nightly import in_turns, nightly
-from tests.support.parity import Case, check, data_rows, engine_of, exact, run
+from tests.support.parity import Case, check, data_rows, engine_of, exact
 from tests.support.toys import cluster_of
 
 OPTIMIZERS = {
@@ -45,13 +45,7 @@ CLUSTER = cluster_of(2, 2)
 
 def same_bits(pool: LocalPool, plan: Plan, keep: Keep, **changes: Any) -> None:
     case = Case(plan, num_steps=3, **{"model": "llama tied", **changes})
-    cases = [replace(case, plan=replace(plan, keep=each)) for each in (Keep(), keep)]
-    before, after = run(pool, cluster_of(2, 2), cases)
-    assert not any(outcome.complaint for outcome in after), [outcome.complaint for outcome in after]
-    for one, other in zip(before, after, strict=True):
-        assert one.losses == other.losses
-        assert one.norms == other.norms
-        assert torch.equal(one.parameters, other.parameters)
+    check_same_bits(pool, CLUSTER, case, keep)
 
 
 @pytest.mark.parametrize(

@@ -88,6 +88,16 @@ def kept() -> Iterator[Planned]:
         yield planned(ONE_TIER, name, "toy", steps=2, micros=2, unit=2, keep=replace(keeps, grads="host"))
 
 
+def kept_inputs() -> Iterator[Planned]:
+    """Inputs of blocks that leave after their forward, in several pieces, with and without a graph that has them."""
+    host = Keep(activations="host", piece=64)
+    yield planned(ONE_TIER, "zero3", DEEP, steps=2, recompute=("block.*",), keep=host)
+    yield planned(ONE_TIER, "ddp", "deep gpt2", steps=2, unit=2, keep=replace(host, activations="disk"))
+    mapping = {"package": {"pipeline": 2}}
+    keep = replace(host, optimizer="host", params="host", piece=128, ring=3)
+    yield planned(ONE_TIER, "ddp", DEEP, micros=4, mapping=mapping, schedule="1f1b", recompute=("*",), keep=keep)
+
+
 def pipelines() -> Iterator[Planned]:
     """Every schedule on two stages, with other placements, models and numbers in turns."""
     mapping = {"package": {"pipeline": 2}}
@@ -278,6 +288,7 @@ ROOMS = {
         placements,
         recomputed,
         kept,
+        kept_inputs,
         pipelines,
         coded_edges,
         tensors,

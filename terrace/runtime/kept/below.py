@@ -11,12 +11,16 @@ from torch import Tensor
 
 from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import UNPACED, Pace
+from terrace.plan.boundaries import input_pieces, passing_bytes
 from terrace.plan.keep import NUM_WAYS
-from terrace.plan.kept import Piece, grad_pieces, param_pieces, pieces, ring_bytes, whole_piece_bytes
+from terrace.plan.kept import grad_pieces, param_pieces, pieces, ring_bytes, whole_piece_bytes
+from terrace.plan.pieces import Piece
 from terrace.plan.state_bytes import rests_master
-from terrace.program.kept import Passing, passing, resting_bytes
+from terrace.plan.wire import FORMATS
+from terrace.program.kept import Passing, passing
 from terrace.program.program import Program
 from terrace.runtime.clock import Clock
+from terrace.runtime.kept.boundaries import Boundaries
 from terrace.runtime.kept.channel import Around, Channel, Paced, untimed
 from terrace.runtime.kept.file import KeptFile, scratch
 from terrace.runtime.kept.host import HostMemory
@@ -29,6 +33,7 @@ class Below:
     """Nothing is kept below. `words` tell the user what is unusual; "" for nothing."""
 
     words = ""
+    boundaries = Boundaries()  # inputs of blocks
 
     def passages(self, block: int, flat: int) -> Passages:
         """The groups of a block's flat buffer number `flat` that are kept below."""
@@ -91,6 +96,11 @@ class Kept(Below):
             for number, flat in enumerate(model.flats[block])
             if (found := pieces_of(plan, flat))
         ]
+        places = list[_Resting]()
+        for number in range(program.most_inputs_below):
+            found = input_pieces(plan, model.input_numel)
+            numbers = _numbered(sizes[plan.keep.activations], found)
+            places.append(_Resting(plan.keep.activations, (INPUTS, -1, number), found, numbers))
         stores = {medium: _store(medium, folder, each) for medium, each in sizes.items()}
         self.words = "; ".join(filter(None, (store.words for store in stores.values())))
         self._channels = {
@@ -100,6 +110,9 @@ class Kept(Below):
         self._rings = dict[str, Ring]()  # that of optimizer states, or one that measures where parameters rest
         self._passages, self._wholes = defaultdict[_Flat, _Groups](dict), dict[tuple[str, int, int], Whole]()
         meter.add("buffers", ring_bytes(plan, blocks))
+        if places:
+            meter.add("buffers", passing_bytes(plan, model.input_numel))
+            self._bound(places, device)
         if states:
             self._pass(states, device)
         for medium, largest in whole_piece_bytes(plan, blocks).items():
@@ -115,6 +128,12 @@ class Kept(Below):
         ring = self._rings[medium] = Ring(channel, order, slots, self._clock)
         for (block, flat, group), numbers in states:
             self._passages[block, flat][group.name] = Passage(ring, group, pieces(self._plan, group), numbers)
+
+    def _bound(self, places: Sequence["_Resting"], device: torch.device) -> None:
+        slots = make_slots(NUM_WAYS, max(piece.num_bytes for piece in places[0].pieces), device)
+        self._rest(places[0].medium, places, slots)
+        num_bytes = sum(piece.numel for piece in places[0].pieces) * FORMATS[self._plan.compute].element_bytes
+        self.boundaries = Boundaries([self._wholes[each.key] for each in places], num_bytes)
 
     def _rest(self, medium: str, wholes: Sequence["_Resting"], slots: Sequence[Slot]) -> None:
         reads, writes = slots
@@ -166,7 +185,7 @@ class _Resting(NamedTuple):
 
 
 NOTHING_BELOW = Below()
-PARAMS, GRADS = "params", "grads"  # states that are kept below as wholes
+PARAMS, GRADS, INPUTS = "params", "grads", "activations"  # what is kept below as wholes
 _Flat = tuple[int, int]  # block, number of the flat buffer
 _Groups = dict[str, Passage]
 
@@ -194,6 +213,6 @@ def below_of(
 
     `pace` limits reads and writes to the rates of their medium.
     """
-    if not any(resting_bytes(program.model, program.stage.held).values()):
+    if not any(program.resting_bytes.values()):
         return NOTHING_BELOW
     return Kept(program, device, folder or Path(gettempdir()), ledger, meter, clock, pace)

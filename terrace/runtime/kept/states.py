@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from terrace.plan.kept import Group, Piece, cuts, part_bytes
+from terrace.plan.kept import Group, cuts, part_bytes
+from terrace.plan.pieces import Piece
 from terrace.plan.state_formats import BLOCK_STATES
 from terrace.runtime.kept.ring import Ring, Slot
 from terrace.runtime.kept.whole import Whole

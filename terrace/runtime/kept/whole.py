@@ -17,7 +17,7 @@ from terrace.plan.wire import MessageClass
 from terrace.runtime.kept.channel import Channel, Work
 
 if TYPE_CHECKING:
-    from terrace.plan.kept import Piece
+    from terrace.plan.pieces import Piece
     from terrace.runtime.kept.ring import Slot
 
 
