@@ -36,6 +36,7 @@ from terrace.train.keys import TrainConfig
 from terrace.train.layers import resolve_table
 from terrace.train.rates import ADAMW, usual_rate
 from terrace.train.rules import NUMBERS, checked_run
+from terrace.train.teacher_keys import TeacherConfig
 
 _OF_TRAIN: Mapping[str, type[Any]] = {
     "train": TrainConfig,
@@ -47,6 +48,7 @@ _OF_TRAIN: Mapping[str, type[Any]] = {
     "plan.keep": Keep,
     "lora": LoraConfig,
     "balance": BalanceConfig,
+    "teacher": TeacherConfig,
 }
 _LISTS = ("data.mixture",)  # sections that are lists of tables in a file
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}

@@ -83,6 +83,8 @@ def step_words(record: StepRecord, num_steps: int, seconds_left: float, width: i
         parts.insert(2, f"islands {next(iter(record.outer.values()))['loss']:.3f}")
     if record.pairs:
         parts.insert(2, f"right {100 * record.pairs['accuracy']:.1f} %  margin {record.pairs['margin']:.3f}")
+    if record.teacher:
+        parts.insert(2, f"entropy {record.teacher['cross_entropy']:.3f}  KL {record.teacher['divergence']:.3f}")
     if record.mfu is not None:
         parts.append(f"MFU {utilisation(record.mfu)}")
     if record.balance is not None:

@@ -35,6 +35,7 @@ from terrace.data.token_file import TokenFile
 # Permuting a few positions costs little more than permuting one (terrace.data.order), so a rank's next steps are looked
 # up together, up to this number of rows.
 _ROWS_PLACED_AHEAD = 4096
+_ROWS_FOUND_AT_ONCE = 1 << 20  # bounds the memory of `used`
 
 Ids = npt.NDArray[np.int64]
 Arrays = tuple[Ids, ...]  # inputs, labels and, where documents are kept apart, positions
@@ -205,7 +206,22 @@ class Batches:
 
     def samples_of(self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int, shares: Shares = ()) -> Ids:
         """Sample numbers of a data rank's rows in `step`, micro-batch after micro-batch, each within its source."""
-        return self._placed_ahead(step, shares, data_rank, num_data_ranks, micro_batch)[1]
+        return self.places_of(step, data_rank, num_data_ranks, micro_batch, shares)[1]
+
+    def places_of(
+        self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int, shares: Shares = ()
+    ) -> tuple[Ids, Ids]:
+        """Sources and samples of a data rank's rows in `step`, as `samples_of`."""
+        return self._placed_ahead(step, shares, data_rank, num_data_ranks, micro_batch)
+
+    def used(self, num_steps: int) -> tuple[Ids, Ids]:
+        """Sources and samples of all rows of the first `num_steps` steps, each once, in ascending order."""
+        seen = np.zeros((0, 2), dtype=np.int64)
+        for first in range(0, num_steps * self.batch, _ROWS_FOUND_AT_ONCE):
+            last = min(num_steps * self.batch, first + _ROWS_FOUND_AT_ONCE)
+            placed = np.stack(self._placed(np.arange(first, last, dtype=np.int64)), axis=1)
+            seen = np.unique(np.concatenate([seen, placed]), axis=0)
+        return seen[:, 0], seen[:, 1]
 
     def parts(self, step: int) -> list[Parts]:
         """For every row of the global batch of `step`, the column ranges of its documents with labels. Reads no

@@ -6,12 +6,14 @@ The blocks are "embedding", "layers.0" ... and "head", in this order. Each has i
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from terrace.base.errors import ModelError
 from terrace.model.block_operations import embedding_operations, head_operations, layer_operations
 from terrace.model.config import ModelConfig
 from terrace.model.operation_folds import params_of
-from terrace.model.operations import Operations
+from terrace.model.operations import Loss, Operations
 from terrace.model.spec import BlockSpec
 
 
@@ -32,6 +34,22 @@ def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
 
 def _spec(name: str, operations: Operations, tied_to: tuple[int, ...] = ()) -> BlockSpec:
     return BlockSpec(name=name, params=params_of(operations), tied_to=tied_to, declared=operations)
+
+
+def with_loss_beside(blocks: Sequence[BlockSpec], hidden: int) -> tuple[BlockSpec, ...]:
+    """`blocks` whose loss also computes the logits of another model, from its hidden states of `hidden` numbers."""
+    return _with_loss(blocks, beside=hidden)
+
+
+def reading_hidden(blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
+    """`blocks` of a model whose hidden states are read before its output matrix, and which has no loss."""
+    return _with_loss(blocks, only_reads=True)
+
+
+def _with_loss(blocks: Sequence[BlockSpec], **changes: Any) -> tuple[BlockSpec, ...]:
+    *others, last = blocks
+    each = [replace(each, **changes) if isinstance(each, Loss) else each for each in last.declared]
+    return (*others, replace(last, declared=Operations(tuple(each))))
 
 
 def operations_of(blocks: Sequence[BlockSpec]) -> Operations:

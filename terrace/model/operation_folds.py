@@ -135,6 +135,6 @@ def _multiplications(operations: Operations, operation: Operation, sequence: int
         case LookUp():
             return 0
         case Loss():
-            return operation.source.features.numel * operation.vocabulary
+            return 0 if operation.only_reads else operation.source.features.numel * operation.vocabulary
         case _:
             return sum(active_numel(operations, param) for param in _params(operation) if param.is_matrix)

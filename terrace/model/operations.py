@@ -220,12 +220,23 @@ class LookUp(Operation):
 
 @dataclass(frozen=True)
 class Loss(Operation):
-    """Logits and cross-entropy of each token. Not `owns`: the matrix belongs to another block (tied)."""
+    """Logits and cross-entropy of each token. Not `owns`: the matrix belongs to another block (tied).
+
+    With `beside`, the hidden size of another model, the loss also computes that model's logits of each token, without
+    gradients. If it `only_reads`, the hidden states that enter the output matrix are read, and there are no logits.
+    """
 
     weight: str
     vocabulary: int
     owns: bool = True
     cap: float = 0.0  # of logits; 0: none
+    beside: int = 0
+    only_reads: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of each token that tensor ranks exchange: 3 of its own logits, 4 of those of another model."""
+        return 0 if self.only_reads else 3 + 4 * (self.beside > 0)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class MessageClass(StrEnum):
     TIE = "tie"  # accumulated gradients of a block that two stages hold, once a step
     OUTER = "outer"  # parameter changes since the last exchange between islands, and statistics of them
     PEER_COPY = "peer_copy"  # a rank's checkpoint shard, to the memory of another machine, between steps
+    HIDDEN = "hidden"  # last hidden states of another model's forward, to the ranks whose loss reads them
     RESHARD = "reshard"  # parameters from training ranks to generation ranks, between steps
     KEEP_READ = "keep_read"  # states that are kept below the device, from their medium
     KEEP_WRITE = "keep_write"  # the same states back to their medium
@@ -65,7 +66,9 @@ class MessageClass(StrEnum):
 ROUTED_ROWS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens or tables, each encoded separately
 ROUTED = (*ROUTED_ROWS, MessageClass.ROUTE)  # declared batch by batch
 # Classes that are sent in the dtype in which they are stored.
-_AS_THEY_ARE = ("route", "choices", "counts", "tie", "peer_copy", "reshard", "keep_read", "keep_write", "control")
+_AS_THEY_ARE = (
+    *("route", "choices", "counts", "tie", "peer_copy", "hidden", "reshard", "keep_read", "keep_write", "control"),
+)
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 BETWEEN_STAGES = (MessageClass.PIPELINE, MessageClass.PIPELINE_BACKWARD)

@@ -1,7 +1,8 @@
 """StepReport: the cost of a step, predicted by the simulator or measured by the runtime."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from terrace.plan.wire import ROUTED, MessageClass
@@ -26,6 +27,29 @@ class StepReport:
     def step_s(self) -> float:
         """Duration of the step in seconds."""
         return sum(self.time_s.values())
+
+
+def together(report: StepReport, *others: StepReport) -> StepReport:
+    """A step with what runs beside it: sums of seconds, bytes and peaks, by category."""
+    if not others:
+        return report
+    time_s, sent, held = (
+        {key: sum(getattr(each, name).get(key, 0) for each in (report, *others)) for key in keys}
+        for name in ("time_s", "sent_bytes", "memory_bytes")
+        for keys in [dict.fromkeys(key for each in (report, *others) for key in getattr(each, name))]
+    )
+    return replace(report, time_s=time_s, sent_bytes=sent, memory_bytes=held)
+
+
+def with_beside(reports: Iterable[StepReport], beside: Sequence[StepReport]) -> tuple[StepReport, ...]:
+    """Reports by stage with what runs before the step, whose seconds are among theirs already; `beside` may be empty."""
+    pairs = zip_longest(reports, (replace(each, time_s={}) for each in beside))
+    return tuple(together(own, *filter(None, (other,))) for own, other in pairs)
+
+
+def times_beside(times_s: Iterable[Mapping[str, float]], beside: Sequence[StepReport]) -> tuple[dict[str, float], ...]:
+    """Seconds by stage and category, with those of what runs before the step."""
+    return tuple({**own, **each.time_s} for own, each in zip(times_s, beside, strict=True))
 
 
 def plain(report: StepReport) -> dict[str, Any]:

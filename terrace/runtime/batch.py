@@ -26,8 +26,9 @@ class Batch:
     for rows that hold several. `places`, int64 of the same shape: index of each token in the run (`places_of`), equal
     under every plan, -1 for tokens that routers do not choose for; only models with routers need it. `shares`, fp64
     of the same shape: weight of each token in router losses (`shares_of`), only for a part of rows. `columns`, of the
-    labels' shape: further inputs of a loss of token numbers. `weights`, fp64 of the labels' shape: what each counted
-    label adds to the divisor of the loss, 1 by default (terrace.runtime.objective); `shares` already include them.
+    labels' shape, or with further dims: further inputs of a loss. `weights`, fp64 of the labels' shape: what each
+    counted label adds to the divisor of the loss, 1 by default (terrace.runtime.objective); `shares` already include
+    them.
     """
 
     inputs: Tensor
@@ -88,9 +89,10 @@ class Batch:
             positions = torch.arange(self.labels.shape[1], device=self.labels.device).expand(self.labels.shape)
 
         def part(x: Tensor, padding: int) -> Tensor:
-            flat = x.reshape(-1)
+            flat = x.flatten(0, 1)
             held = torch.cat([flat[:0], *(flat[start:stop] for start, stop in token_layout.tokens)])
-            return F.pad(held, (0, token_layout.num_local_tokens - held.numel()), value=padding)[None]
+            inner = (0, 0) * (held.dim() - 1)
+            return F.pad(held, (*inner, 0, token_layout.num_local_tokens - len(held)), value=padding)[None]
 
         return Batch(
             part(self.inputs, 0),

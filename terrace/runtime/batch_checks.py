@@ -49,11 +49,11 @@ def _check_positions(batches: Sequence[Batch], modules: Iterable[nn.Module]) -> 
 
 
 def _check_columns(batches: Sequence[Batch]) -> None:
-    """Raise `ModelError` if columns or weights differ from the labels in shape."""
+    """Raise `ModelError` if columns or weights do not have an entry for each label."""
     for batch in batches:
         weights = {} if batch.weights is None else {"weights": batch.weights}
         for name, column in {**batch.columns, **weights}.items():
-            if column.shape != batch.labels.shape:
+            if column.shape[: batch.labels.dim()] != batch.labels.shape or (name == "weights" and column.dim() > 2):
                 raise ModelError(
                     f"column {name} of a batch is {tuple(column.shape)}: give a number for each of its labels, "
                     f"{tuple(batch.labels.shape)}"

@@ -30,6 +30,7 @@ from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import compile_blocks, compile_parts, why_parts
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
+from terrace.runtime.hidden import OutputMatrix, reading
 from terrace.runtime.kept.below import below_of
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.malloc import keep_freed_memory, return_freed_memory
@@ -206,10 +207,22 @@ class Engine:
         self._read(batches, objective)
         return found
 
-    def _read(self, batches: Sequence[Batch], reading: Objective) -> None:
+    def hidden(self, batches: Sequence[Batch], *, reads_matrix: bool = True) -> tuple[list[Tensor], OutputMatrix]:
+        """Hidden states (B, S, H) of each micro-batch, and this rank's rows of the output matrix if it `reads_matrix`.
+
+        Needs a `HiddenReader`. Both are empty on stages other than the last; otherwise as `score`.
+        """
+        last = len(self.program.blocks) - 1
+        owners = (last, *self.program.blocks[last].tied_to)
+        frees = any(flat.layout.frees for block in owners for flat in self.state.flats.get(block, ()))
+        objective = reading(self.runner.passes.calls.objective, reads_matrix=reads_matrix, copies=frees)
+        self._read(batches, objective)
+        return objective.found, objective.matrix
+
+    def _read(self, batches: Sequence[Batch], objective: Objective) -> None:
         if self.comm.context_group is not None:
             raise ModelError("a rank scores whole rows: leave out the context axis and balance")
-        own, self.runner.passes.calls.objective = self.runner.passes.calls.objective, reading
+        own, self.runner.passes.calls.objective = self.runner.passes.calls.objective, objective
         try:
             self.evaluate(batches)
         finally:

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.model import decoder
 from terrace.runtime.batch import Batch
+from terrace.runtime.head import chunked_head
 from terrace.runtime.token_numbers import TokenNumbers, token_numbers
 
 OutputLoss = Callable[[Tensor, Tensor], Tensor]  # (output of the last block, labels) -> sum of the losses
 Numbers = Callable[[nn.Module, Tensor, Tensor], TokenNumbers]  # of (last block, its input, labels)
+# (Input of the last block, batch, scale of gradients) -> unscaled sum of the losses; runs the backward, too
+ChunkedLoss = Callable[[Tensor, Batch, float], Tensor]
 
 
 def head_numbers(module: nn.Module, inputs: Tensor, labels: Tensor) -> TokenNumbers:
@@ -44,6 +47,10 @@ class TokenObjective:
         """Run the last block and the loss on the block's input (B, S, H)."""
         return self.loss(self.numbers(module, _read(inputs, batch), batch.labels), batch)
 
+    def in_chunks(self, module: nn.Module) -> ChunkedLoss | None:
+        """The loss of a whole last block with its backward, in chunks of tokens, or None if it has no such form."""
+        return None
+
 
 @dataclass(frozen=True)
 class ValueObjective:
@@ -57,6 +64,14 @@ class ValueObjective:
 
 
 Objective = OutputLoss | TokenObjective | ValueObjective
+
+
+def chunked_loss(module: nn.Module, objective: Objective) -> ChunkedLoss | None:
+    """The objective's loss of a last block that runs in chunks, both backwards included, or None."""
+    if isinstance(objective, TokenObjective):
+        return objective.in_chunks(module)
+    run = chunked_head(module, objective)
+    return None if run is None else lambda inputs, batch, scale: run(inputs, batch.labels, scale)
 
 
 def _read(inputs: Tensor, batch: Batch) -> Tensor:

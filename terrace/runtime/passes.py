@@ -17,13 +17,13 @@ from terrace.program.instruction import Instruction
 from terrace.runtime.activations import Activations, Kept, Key
 from terrace.runtime.batch import Batch
 from terrace.runtime.block_messages import GradientMessages, ParameterMessages
-from terrace.runtime.head import chunked_head, head_loss
+from terrace.runtime.head import head_loss
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.kept.boundaries import alone, shares
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.messages import Messages
 from terrace.runtime.model_state import ModelState
-from terrace.runtime.objective import Objective, TokenObjective, ValueObjective
+from terrace.runtime.objective import Objective, TokenObjective, ValueObjective, chunked_loss
 from terrace.runtime.random_state import restored
 from terrace.runtime.routing.load import Load
 from terrace.runtime.routing.passages import Passages
@@ -91,7 +91,7 @@ class Passes:
         self._parameters, self._gradients, self._weights, self._load = parameters, gradients, weights, load
         self._clock, self._boundaries = messages.clock, state.below.boundaries
         modules = state.modules
-        self.chunked = chunked_head(modules[calls.last], calls.objective) if calls.last in modules else None
+        self.chunked = chunked_loss(modules[calls.last], calls.objective) if calls.last in modules else None
 
     def begin(self, batches: Sequence[Batch]) -> None:
         """Begin a program on `batches`."""
@@ -157,8 +157,8 @@ class Passes:
         queue = step.queues[now.block, now.micro] = self._weights.queue(hold, fills)
         if now.block == self.calls.last and self.chunked is not None:
             with self._weights.recorded_in(queue):
-                labels = self.calls.batches[now.micro].labels
-                step.loss += self.chunked(kept.inputs, labels, self._state.loss_scale.value)
+                batch = self.calls.batches[now.micro]
+                step.loss += self.chunked(kept.inputs, batch, self._state.loss_scale.value)
         else:
             self._run_backward(now, kept, queue)
         if now.block > 0:

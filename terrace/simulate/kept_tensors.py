@@ -291,6 +291,8 @@ def _loss(tape: BlockTape, loss: Loss) -> Iterator[Node]:
     tape.runs_at_once = work.tensor == 1
     in_place = tape.runs_at_once and "loss" in work.served
     adds = chunk_bytes(work.tokens, vocab, hidden, tape.item, tape.wide, tape.backend, loss.cap > 0, in_place)
+    if loss.beside:  # as many logits of another model
+        adds += min(work.tokens, chunk_rows(vocab, tape.backend)) * vocab * tape.item
     if tape.runs_at_once:
         # A variable holds the input until the block has run.
         tape.nodes[-1] = tape.nodes[-1]._replace(keeps=(*tape.nodes[-1].keeps, source.name))

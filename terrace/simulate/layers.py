@@ -304,14 +304,22 @@ def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
     item, tokens = FORMATS[work.compute].element_bytes, work.tokens
     # The hidden size is whole: tensor columns cut the vocabulary, too.
     words, hidden = math.ceil(loss.vocabulary / work.tensor), loss.source.features.numel
+    if loss.only_reads:
+        return memory_s(device, 2 * item * tokens * hidden, 1), 0.0, 0.0
     logits = LOGIT_BYTES * item / 2 * tokens * words / 2  # each way
     if loss.cap:
         logits += 4 * item * tokens * words  # the cap and its slopes, read and written
     products = _gemms_seconds(device, ((tokens, hidden, words),), work.compute)
     # Tensor ranks that do not keep their logits compute them again (terrace.runtime.tensor.loss).
-    recomputed_products_s = products[0] if work.tensor > 1 and tokens > chunk_rows(words, device.type) else 0.0
+    keeps_none = loss.beside > 0 or tokens > chunk_rows(words, device.type)
+    recomputed_products_s = products[0] if work.tensor > 1 and keeps_none else 0.0
     passes_s, more_s = memory_s(device, logits, 3), _accumulation_s(device, work, words * hidden, 1, accumulate)
-    return _sum(products, (passes_s, passes_s + recomputed_products_s, more_s))
+    beside_s = 0.0
+    if loss.beside:
+        # Another model's logits are computed with the student's, and again where these are; both are read as often.
+        beside_s = gemm_s(device, tokens, loss.beside, words, 1, work.compute) + 2 * passes_s
+        recomputed_products_s *= 1 + loss.beside / hidden
+    return _sum(products, (passes_s + beside_s, passes_s + recomputed_products_s, more_s))
 
 
 def _score(device: Device, work: Work, score: Score, accumulate: bool) -> Seconds:

@@ -28,7 +28,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import lowered, sharded
 from terrace.program.program import Program
-from terrace.program.report import StepReport, declared_ahead
+from terrace.program.report import StepReport, declared_ahead, times_beside, with_beside
 from terrace.program.sharded_model import ShardedModel
 from terrace.program.shares import share, share_apart
 from terrace.program.stages import check_blocks, check_virtual, num_virtual, period
@@ -72,6 +72,7 @@ class Step:
     num_micros: int
     sequence: int
     work: Work | tuple[float, ...]
+    beside: tuple[StepReport, ...] = ()  # by stage, what runs before the step (terrace.simulate.beside); empty: nothing
 
     @property
     def num_stages(self) -> int:
@@ -113,7 +114,7 @@ class Prediction:
     @cached_property
     def reports(self) -> tuple[StepReport, ...]:
         """Report of every stage; lazy, since a search reads only the times of most predictions."""
-        found = map(Program.report, self.programs, self.times_s, self.sent_bytes)
+        found = with_beside(map(Program.report, self.programs, self.times_s, self.sent_bytes), self.step.beside)
         if self.cycle is None:
             return tuple(found)
         held = self.cycle.period.state_bytes  # the peak over its steps
@@ -182,7 +183,11 @@ def predict_step(step: Step, programs: Sequence[Program] = ()) -> Prediction:
 
 def predict_alike(step: Step, programs: Sequence[Program] = ()) -> Prediction:
     """As `predict_step`, with `step.num_micros` micro-batches on every rank."""
-    return _with_cycle(_steady(resolved(step), programs))
+    return _with_beside(_with_cycle(_steady(resolved(step), programs)))
+
+
+def _with_beside(found: Prediction) -> Prediction:
+    return replace(found, times_s=times_beside(found.times_s, found.step.beside)) if found.step.beside else found
 
 
 def _steady(step: Step, programs: Sequence[Program]) -> Prediction:
@@ -212,7 +217,9 @@ def predict_on(prediction: Prediction, step: Step) -> Prediction:
     step = resolved(step)
     if not prediction.is_whole or step.plan != prediction.step.plan:
         return predict_step(step)
-    return _with_cycle(_played(step, [replace(program, model=step.model) for program in prediction.programs]))
+    return _with_beside(
+        _with_cycle(_played(step, [replace(program, model=step.model) for program in prediction.programs]))
+    )
 
 
 def play_whole(step: Step) -> Prediction:

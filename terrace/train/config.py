@@ -18,7 +18,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.data.config import DataConfig
 from terrace.model.balance import BalanceConfig
-from terrace.model.blocks import block_specs
+from terrace.model.blocks import block_specs, with_loss_beside
 from terrace.model.config import ModelConfig, parse_model, to_table
 from terrace.model.facts import with_scalar_head
 from terrace.model.lora.config import LoraConfig, with_adapters
@@ -30,7 +30,8 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.validate import num_micro_batches
 from terrace.runtime.settings import OptimizerConfig
-from terrace.train.keys import TrainConfig
+from terrace.train.keys import ON_PAIRS, TrainConfig
+from terrace.train.teacher_keys import NO_TEACHER, TeacherConfig, teacher_model
 
 _KEYED = ("train", "optimizer", "data", "plan")  # sections whose keys are those of one dataclass
 
@@ -45,10 +46,13 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraConfig | None = None  # only adapters train
     balance: BalanceConfig | None = None  # losses of the routers of mixtures
+    teacher: TeacherConfig = NO_TEACHER  # whose distributions the model learns
 
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Block specs with frozen parameters marked, and adapters if the run has any."""
         specs = with_exchanged_choices(self.balance, block_specs(self.model))
+        if self.teacher.is_online:
+            specs = with_loss_beside(specs, teacher_model(self.teacher.model).hidden_size)
         return freeze(specs if self.lora is None else with_adapters(specs, self.lora), self.train.freeze)
 
     @property
@@ -59,7 +63,7 @@ class RunConfig:
     @property
     def on_pairs(self) -> bool:
         """Whether the run trains on pairs of responses."""
-        return self.train.objective != "next-token"
+        return self.train.objective in ON_PAIRS
 
     @property
     def rows(self) -> int:
@@ -112,6 +116,7 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
         optimizer=optimizer,
         lora=load(LoraConfig, table["lora"], "lora") if "lora" in table else None,
         balance=load(BalanceConfig, table["balance"], "balance") if "balance" in table else None,
+        teacher=load(TeacherConfig, table.get("teacher", {}), "teacher"),
     )
 
 
@@ -137,11 +142,14 @@ def _check_places(name: str, table: Mapping[str, Any]) -> None:
 def sections_with(key: str) -> list[str]:
     """Sections of a run that have the key `key`."""
     hints = {name: hint for name, hint in get_type_hints(RunConfig).items() if name in _KEYED} | {"lora": LoraConfig}
+    hints |= {"teacher": TeacherConfig}
     return [name for name, hint in hints.items() if any(item.name == key for item in fields(hint))]
 
 
 def run_toml(run: RunConfig) -> str:
     """The resolved configuration as TOML. `parse_run` restores an equal value."""
-    table = {item.name: dump(getattr(run, item.name)) for item in fields(run) if getattr(run, item.name) is not None}
+    table = {
+        item.name: dump(value) for item in fields(run) if (value := getattr(run, item.name)) not in (None, NO_TEACHER)
+    }
     table["model"] = dump(to_table(run.model))
     return tomli_w.dumps(table)

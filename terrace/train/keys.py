@@ -14,6 +14,7 @@ from terrace.model.part_kernel import PartChoice
 from terrace.train.trackers import check_names
 
 AUTO = "auto"  # of checkpoint_every: terrace.train.cadence
+ON_PAIRS = ("reward", "dpo")  # objectives of pairs of responses
 _MOST = 100  # steps: of each a file is written
 
 
@@ -55,7 +56,7 @@ class Task:
     steps: int  # optimizer steps of the run
     batch: int  # sequences or pairs of a step, over all ranks
     sequence: int  # tokens of a sequence
-    objective: Literal["next-token", "reward", "dpo"] = "next-token"  # the last two on pairs
+    objective: Literal["next-token", "distill", "reward", "dpo"] = "next-token"  # the last two on pairs
     beta: float = 0.1  # of dpo
     seed: int = 0  # of the initial values and the order of the samples
 

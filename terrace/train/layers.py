@@ -18,6 +18,7 @@ from terrace.data.config import PATHS
 from terrace.data.sources import beside, eval_beside
 from terrace.plan.presets import PRESETS
 from terrace.train.folder import with_folder
+from terrace.train.keys import ON_PAIRS
 from terrace.train.planned import TASK, read_planned
 from terrace.train.rates import with_rate
 
@@ -57,7 +58,7 @@ def resolve_table(
     table = lay_over({name: section(name, value) for name, value in table.items()}, overrides)
     data = [given.get("data") for given in (own, overrides)]
     names_tokenizer = any(isinstance(given, Mapping) and "tokenizer" in given for given in data)
-    return with_rate(with_folder(_with_formats(table), model, names_tokenizer), (own, overrides))
+    return with_rate(with_folder(with_teacher(_with_formats(table)), model, names_tokenizer), (own, overrides))
 
 
 def _with_formats(table: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def _with_formats(table: dict[str, Any]) -> dict[str, Any]:
     # Imported here: without data of their own, most commands read none.
     from terrace.data.found_format import with_formats
 
-    on_pairs = isinstance(train, Mapping) and train.get("objective", "next-token") != "next-token"
+    on_pairs = isinstance(train, Mapping) and train.get("objective") in ON_PAIRS
     return table | {"data": with_formats(data, on_pairs=on_pairs)}
 
 
@@ -115,10 +116,35 @@ def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) ->
         named |= {"mixture": beside(folder, data["mixture"])} if "mixture" in data else {}
         named |= {"eval": eval_beside(folder, data["eval"])} if "eval" in data else {}
         result["data"] = merge(result["data"], named)
+    if isinstance(teacher := own.get("teacher"), Mapping):
+        result["teacher"] = teacher_beside(folder, teacher)
     train = own.get("train")
     if isinstance(train, Mapping) and isinstance(train.get("weights"), str) and train["weights"]:
         result["train"] = merge(result["train"], {"weights": str(folder / train["weights"])})
     return result
+
+
+def teacher_beside(folder: Path, teacher: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `[teacher]` of a file in `folder`, whose relative paths are relative to it."""
+    found = dict(teacher)
+    if isinstance(model := found.get("model"), str) and model:
+        found["model"] = str(folder / model)
+    if "plan" in found:
+        found["plan"] = _beside(folder, "plan", found["plan"])
+    return found
+
+
+def with_teacher(table: dict[str, Any]) -> dict[str, Any]:
+    """The run's table with the paths of `[teacher]` made absolute, so that a run can be resumed from anywhere."""
+    teacher = table.get("teacher")
+    if not isinstance(teacher, Mapping):
+        return table
+    found = dict(teacher)
+    if isinstance(model := found.get("model"), str) and model:
+        found["model"] = os.path.abspath(model)
+    if isinstance(plan := found.get("plan"), str) and plan not in PRESETS and os.path.exists(plan):
+        found["plan"] = os.path.abspath(plan)
+    return {**table, "teacher": found}
 
 
 def _beside(folder: Path, name: str, value: Any) -> Any:

@@ -77,7 +77,7 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
     cluster, busy = _calibrated(rank, first_step)
     cost = rank.cost(cluster)
     made = rank.micro_batches(rank.batches, cost)
-    dog.idle("reading the reference of DPO")
+    dog.idle("preparing the objective")
     rank.learning.begin(engine, job, observer.note, dog.idle)
     saves, records = Saves(rank, cost, vote), Records(rank, first_step)
     validation = Validation(rank, lambda batches: rank.micro_batches(batches, cost), first_step)
@@ -106,10 +106,10 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
     with closing(Feeder(rank.learning.fed(made), first_step, run.train.steps)) as feeder:
         stop = run_steps(rank, hooks, feeder, first_step)
     if stop is not None:
-        engine.close()
+        rank.close()
         return stop
     summary = records.summary
-    measured = engine.report(summary.mean_time_s)
+    measured = rank.learning.report(engine.report(summary.mean_time_s))
     dog.idle("comparing the ranks")  # before the sample: rank 0 makes it and all others would wait
     stages, slowest = compare_ranks(engine, of_stages, measured)
     folder = folder_of(job.folder, run.train.steps)  # by number: a newer folder may exist, damaged
@@ -127,7 +127,7 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
         num_timed=summary.num_timed,
         busy=busy,
     )
-    engine.close()
+    rank.close()
     observer.finished(result)
     return result
 

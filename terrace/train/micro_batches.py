@@ -1,6 +1,8 @@
 """Makes a rank's micro-batches on the host, ahead of the step."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +20,16 @@ from terrace.train.context_batches import ContextBatches
 class StepBatches(NamedTuple):
     """A step's micro-batches, its `StepRecord.balance`, and the tokens trained on over all ranks (None: counted from
     the labels).
+
+    `beside` are the micro-batches of another model's forward, where its plan divides the step otherwise; `time_s` are
+    seconds already spent on the step, by category.
     """
 
     micros: list[Batch]
     balance: float | None
     num_tokens: int | None = None
+    beside: Sequence[Batch] = ()
+    time_s: Mapping[str, float] = MappingProxyType({})
 
 
 class MicroBatches:

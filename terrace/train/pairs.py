@@ -21,6 +21,7 @@ from terrace.base.words import counted
 from terrace.data.batches import Batches, rows_of_rank
 from terrace.model.decoder import token_loss
 from terrace.plan.dims import has_routers
+from terrace.program.report import StepReport
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.objective import Objective
@@ -108,17 +109,30 @@ class Learning:
         references = torch.split(self._reference[torch.from_numpy(samples)], size)
         return [dpo_batch(micro, reference) for micro, reference in zip(micros, references, strict=True)]
 
-    def figures(self, step: int, engine: Engine) -> dict[str, float]:
-        """Accuracy and mean reward margin of pairs since they were last reported; empty for other objectives.
+    def ready(self, batches: StepBatches, engine: Engine) -> StepBatches:
+        """Batches on the engine's device, with what other models say of them."""
+        return batches._replace(micros=[micro.to(engine.device) for micro in batches.micros])
+
+    def report(self, measured: StepReport) -> StepReport:
+        """The measured step with what runs beside it."""
+        return measured
+
+    def close(self) -> None:
+        """End what runs beside the steps."""
+
+    def figures(self, step: int, engine: Engine) -> dict[str, dict[str, float]]:
+        """Fields of the step's record: of pairs, accuracy and mean reward margin since they were last reported.
 
         Reported every `train.log_every` steps, since they are summed over ranks.
         """
-        train = self._run.train
-        if not self._run.on_pairs or ((step + 1) % train.log_every and step + 1 < train.steps):
+        if not self._run.on_pairs or not self._reports(step):
             return {}
         # Tensor ranks count the same pairs, all equally often; only the last stage counts any.
         right, margin, pairs = (sum(each) for each in zip(*engine.comm.exchange(self._seen.take()), strict=True))
-        return {"accuracy": right / pairs, "margin": margin / pairs}
+        return {"pairs": {"accuracy": right / pairs, "margin": margin / pairs}}
+
+    def _reports(self, step: int) -> bool:
+        return not (step + 1) % self._run.train.log_every or step + 1 == self._run.train.steps
 
 
 def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Callable[[str], None]) -> Tensor:

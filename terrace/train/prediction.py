@@ -13,13 +13,17 @@ from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
+from terrace.program.report import StepReport
 from terrace.program.verify_ranks import verify_stages
+from terrace.simulate.beside import forward_beside
 from terrace.simulate.footprint import work_of
 from terrace.simulate.held_activations import activation_bytes, activations_by_block
 from terrace.simulate.members import predict_member
 from terrace.simulate.step import Prediction, Step, resolved
 from terrace.train.config import RunConfig
 from terrace.train.rules import parts_of
+from terrace.train.teacher import num_teacher_micros, teacher_blocks, teacher_plan
+from terrace.train.teacher_keys import teacher_model
 from terrace.train.utilisation import Utilisation, utilisation
 
 # Micro-batches times blocks of a step that is listed pass by pass: some seconds of work, and gigabytes.
@@ -46,6 +50,7 @@ def given_step(run: RunConfig) -> Step:
             attention=run.train.attention,
             served=parts_of(run),
         ),
+        beside=_beside(run, None),
     )
 
 
@@ -61,8 +66,30 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
     if cluster is None or cluster is run.cluster:
         return own
     sizes = (run.plan.micro_batch, run.train.sequence)
-    flops = tuple(block.forward_flops(*sizes) for block in block_specs(run.model))
-    return replace(own, cluster=cluster, work=flops)
+    flops = [float(block.forward_flops(*sizes)) for block in block_specs(run.model)]
+    if run.teacher.is_online:
+        # The loss multiplies with the teacher's output matrix once, and with the student's three times.
+        flops[-1] *= 1 + teacher_model(run.teacher.model).hidden_size / (3 * run.model.hidden_size)
+    return replace(own, cluster=cluster, work=tuple(flops), beside=_beside(run, cluster))
+
+
+def _beside(run: RunConfig, cluster: Cluster | None) -> tuple[StepReport, ...]:
+    """The teacher's forward by stage of the run, priced as the step is; nothing without one that runs beside it."""
+    if not run.teacher.is_online:
+        return ()
+    plan, blocks, model = teacher_plan(run), teacher_blocks(run), teacher_model(run.teacher.model)
+    step = Step(
+        cluster=run.cluster,
+        plan=plan,
+        blocks=blocks,
+        num_micros=num_teacher_micros(run, plan),
+        sequence=run.train.sequence,
+        work=work_of(run.cluster, plan, layer_operations(model), run.train.sequence, documents=run.has_documents),
+    )
+    if cluster is not None:
+        flops = tuple(float(block.forward_flops(plan.micro_batch, run.train.sequence)) for block in blocks)
+        step = replace(resolved(step), cluster=cluster, work=flops)
+    return forward_beside(step, run.plan, run.mesh.total("pipeline"))
 
 
 def with_numbers(run: RunConfig, free: Collection[str]) -> RunConfig:

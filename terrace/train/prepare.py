@@ -53,7 +53,9 @@ from terrace.train.run_folder import (
 )
 from terrace.train.sample import sample_prompt
 from terrace.train.schedule import rate_jump
+from terrace.train.teacher_keys import teacher_model
 from terrace.train.trackers import check_installed
+from terrace.train.weights import check_values
 
 Say = Callable[[str], None]
 
@@ -107,6 +109,8 @@ def prepare(
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
     if resume is None and (said := check_weights(config)):
         say(said)
+    if config.teacher.model:
+        check_values(config.teacher.model, teacher_model(config.teacher.model), tokenizer, "teacher.model")
     sources, evaluated = _sources(config, tokenizer, say)
     if config.train.prompt is not None and not why_no_sample(config):
         sample_prompt(config, sources, tokenizer)  # refused now rather than at the end

@@ -33,11 +33,11 @@ from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
 from terrace.train.context_batches import ContextBatches
+from terrace.train.distilled import learning_of
 from terrace.train.facts import kept_cost, work_cost
 from terrace.train.job import RunJob
 from terrace.train.metrics import Observer
 from terrace.train.micro_batches import MicroBatches
-from terrace.train.pairs import Learning
 from terrace.train.patience import APART, Patience
 
 
@@ -65,7 +65,8 @@ class RankOfRun:
         self.batches = Batches(
             job.sources, run.train.sequence, run.rows, run.train.seed, run.data.holdout, vocabulary_size(run.model)
         )
-        self.learning, self.reporter = Learning(run, self.batches), Reporter(dog, compiles=bool(run.train.compile))
+        self.learning = learning_of(run, self.batches)
+        self.reporter = Reporter(dog, compiles=bool(run.train.compile))
         self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
         if self.engine.below.words:
             observer.note(self.engine.below.words)
@@ -93,6 +94,11 @@ class RankOfRun:
         if said := resume(self.engine, checkpoint):
             self.observer.note(said)
         return checkpoint.step
+
+    def close(self) -> None:
+        """Stop the engine's lanes, and what runs beside it."""
+        self.learning.close()
+        self.engine.close()
 
     def cost(self, cluster: Cluster) -> WorkCost | None:
         """The attention cost by which context ranks divide documents: from the checkpoint if it has one, else on

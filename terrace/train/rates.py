@@ -20,7 +20,7 @@ from typing import Any
 from terrace.base.errors import ConfigError
 from terrace.train.config import RunConfig
 
-ADAMW = {"next-token": 2e-5, "reward": 1e-5, "dpo": 1e-6}  # by objective, for a whole model
+ADAMW = {"next-token": 2e-5, "distill": 2e-5, "reward": 1e-5, "dpo": 1e-6}  # by objective, for a whole model
 _ADAPTERS = 10.0
 _OF_OPTIMIZER = {"adamw": 1.0, "muon": 1.0, "lion": 0.2}
 # Guesses, as multiples of the usual rate: above _HIGH the run warns, above _MOST it is refused. For a whole model _MOST

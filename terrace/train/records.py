@@ -20,7 +20,7 @@ class StepFigures(Hook):
         self._rank.reporter.is_compiling = False
         result, step_s = done.result, time.perf_counter() - done.started_s
         # The clock's categories cover the engine's step; the rest of the wall time is `other`.
-        time_s = {**result.time_s, **done.figures.pop("time_s", {}), "data": done.data_s}
+        time_s = {**result.time_s, **done.batches.time_s, **done.figures.pop("time_s", {}), "data": done.data_s}
         time_s["other"] = time_s.get("other", 0.0) + step_s - sum(time_s.values())
         num_tokens = done.batches.num_tokens
         done.figures.update(
@@ -35,7 +35,7 @@ class StepFigures(Hook):
             skipped=result.skipped,
             quantisation_error=result.quantisation_error,
             router_losses=result.router_losses,
-            pairs=self._rank.learning.figures(done.step, self._rank.engine),
+            **self._rank.learning.figures(done.step, self._rank.engine),
             dropped=result.dropped,
             time_s=time_s,
             balance=done.batches.balance,

@@ -50,7 +50,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
         batches_of = rank.learning.fed(made)
         for step in range(first_step, number):
             rank.reporter.step = step
-            micros = [micro.to(engine.device) for micro in batches_of(step).micros]
+            micros = rank.learning.ready(batches_of(step), engine).micros
             if step == number - 1:
                 break
             try:
@@ -73,7 +73,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
         told = engine.comm.exchange([own, examination.first])
         first = min((found for _, found in told if found is not None), default=None)
         loss, grad_norm = _figures(engine, micros, learning_rate(step, job.run.train, job.run.optimizer))
-        engine.close()
+        rank.close()
     rows: list[Row] = [tuple(row) for rows_there, _ in told for row in rows_there]
     return Replayed(rows=rows, first="" if first is None else words(first), loss=loss, grad_norm=grad_norm)
 

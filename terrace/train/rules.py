@@ -25,6 +25,7 @@ from terrace.plan.validate import validate
 from terrace.train.config import RunConfig, parse_sections
 from terrace.train.keys import AUTO, TrainConfig
 from terrace.train.planned import num_machines
+from terrace.train.teacher import check_teacher
 
 NUMBERS = ("micro_batch", "unit")  # of a plan, chosen where it leaves them out
 
@@ -52,6 +53,7 @@ def _check(run: RunConfig) -> None:
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     check_objective(run)
+    check_teacher(run)
     check_evaluation(run)
     check_attention(run)
     check_kernels(run)

@@ -25,7 +25,8 @@ from terrace.launch.start import is_restarted
 from terrace.train.runs import table_to_resume
 
 RUNS = Path("runs")
-OF_NUMBERS = ("train", "optimizer", "plan", "lora", "balance")  # sections of a run that may change its numbers
+# Sections of a run that may change its numbers.
+OF_NUMBERS = ("train", "optimizer", "plan", "lora", "balance", "teacher")
 LOCK = ".lock"
 _WAIT_S = 5.0  # ranks whose parent was killed notice within seconds
 _PAUSE_S = 0.1

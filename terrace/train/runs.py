@@ -17,6 +17,7 @@ from terrace.train.config import RunConfig
 from terrace.train.folder import SOURCE, no_run_words
 from terrace.train.rules import checked_run
 from terrace.train.schedule import learning_rate
+from terrace.train.teacher import without_teacher
 
 if TYPE_CHECKING:
     from terrace.checkpoint.reading import Checkpoint
@@ -88,7 +89,7 @@ def read_run(folder: Path) -> RunFolder:
     table = _table(folder)
     if (kind := kind_of(table)) is not None:
         return cast(RunFolder, load_reference(kind.folder)(folder, table))
-    run = checked_run(table)
+    run = checked_run(without_teacher(table))
     return TrainedFolder(
         folder=folder,
         command=TRAIN,

@@ -64,10 +64,10 @@ def _stepped(rank: "RankOfRun", feeder: Feeder[StepBatches], step: int) -> StepD
     reporter.at(0, "READ DATA", ())
     # Only the copy to the device is left; batches were made in the feeder's thread.
     made = feeder.next()
-    batches = made._replace(micros=[micro.to(rank.engine.device) for micro in made.micros])
     data_s = time.perf_counter() - started_s
     if reporter.is_compiling:
         rank.dog.idle("compiling the blocks, in its first step")
+    batches = rank.learning.ready(made, rank.engine)
     result, problem = _tried(rank.engine.step, batches.micros, rate)
     return StepDone(
         step=step, result=result, problem=problem, batches=batches, rate=rate, started_s=started_s, data_s=data_s

@@ -121,10 +121,11 @@ class _Writer:
         trains = any(param.trainable for param in self.block.params if param.name == operation.weight)
         return self._gathered() if trains else iter(())
 
-    def loss(self, _: Loss) -> Iterator[BlockStep]:
-        """Gather the whole stream, then exchange three numbers per token for the losses."""
+    def loss(self, loss: Loss) -> Iterator[BlockStep]:
+        """Gather the whole stream, then exchange a few numbers per token for the losses."""
         yield from self._gathered()
-        yield from self._wait(self.both, 3 * self.tensor.tokens, Leg.NUMBERS)
+        if loss.numbers:
+            yield from self._wait(self.both, loss.numbers * self.tensor.tokens, Leg.NUMBERS)
 
     def score(self, _: Score) -> Iterator[BlockStep]:
         """Gather the whole stream; every rank then has all values."""

@@ -185,7 +185,8 @@ class _Cutter:
             block.output = self.head = modules.VocabParallelHead(weight, nn.Identity(), self._axis)
         else:
             self._block = self.head = modules.VocabParallelHead(weight, block.norm, self._axis, block.divisor)
-        self.cap = operation.cap
+        self.cap = self.head.cap = operation.cap
+        self.head.part = self.part
 
     def score(self, operation: Score) -> None:
         block: Any = self._block

@@ -26,34 +26,48 @@ OPERANDS = 2
 
 
 def vocabulary_losses(
-    hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm, cap: float = 0.0
+    hidden: Tensor,
+    weight: nn.Parameter,
+    labels: Tensor,
+    part: slice,
+    comm: AxisComm,
+    cap: float = 0.0,
+    unused: int = 0,
 ) -> Tensor:
     """Cross entropies (B, S) of hidden states (B, S, H) and labels (B, S), equal on every rank.
 
     `weight` (V', H) holds the rows `part` of the output matrix, then padding. Labels are as for
     `terrace.model.decoder.token_loss`. Losses are in fp32 at least, and 0 for ignored labels. `cap` bounds the
-    logits; 0 is no cap.
+    logits; 0 is no cap. `unused` numbers of each token are sent beside the three, where the program declares more.
     """
-    return apply(_Losses, hidden.flatten(0, 1), weight, labels.flatten(), part, comm, cap).view(labels.shape)
+    flat = hidden.flatten(0, 1), weight, labels.flatten()
+    return apply(_Losses, *flat, part, comm, cap, unused).view(labels.shape)
 
 
 class _Losses(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm, cap: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: nn.Parameter,
+        labels: Tensor,
+        part: slice,
+        comm: AxisComm,
+        cap: float,
+        unused: int,
     ) -> Tensor:
         here = (labels >= part.start) & (labels < part.stop)
         # Labels of other ranks point at row 0 and are masked out later.
         local = (labels - part.start).masked_fill(~here, 0)
         valid = max(part.stop - part.start, 0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        numbers = torch.empty(3, len(labels), dtype=wide, device=hidden.device)
+        numbers = torch.zeros(3 + unused, len(labels), dtype=wide, device=hidden.device)
         chunks = slices(len(hidden), chunk_rows(len(weight), hidden.device.type))
         for chunk in chunks:
             logits = cap_(hidden[chunk] @ weight.detach().t(), cap)
-            _take_numbers(logits[:, :valid], local[chunk], here[chunk], numbers[:, chunk])
-        # One message for all three numbers of all tokens.
-        peaks, sums, found = comm.every(numbers.view(-1)).view(-1, *numbers.shape).unbind(1)
+            _take_numbers(logits[:, :valid], local[chunk], here[chunk], numbers[:3, chunk])
+        # One message for all numbers of all tokens.
+        peaks, sums, found, *_ = comm.every(numbers.view(-1)).view(-1, *numbers.shape).unbind(1)
         peak = peaks.amax(0)
         # log Z: sums of all ranks, rescaled to the common maximum.
         scale = peak + (sums * (peaks - peak).exp()).sum(0).log()
@@ -65,7 +79,7 @@ class _Losses(Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         hidden, logits, local, here, scale, counted, valid = ctx.kept
         # Frees the kept logits as soon as they are turned into gradients.
         del ctx.kept
@@ -78,7 +92,7 @@ class _Losses(Function):
         found = gradients_through_logits(
             hidden, ctx.weight, logits, to_gradient, of_hidden=needs_hidden, of_weight=needs_weight, cap=ctx.cap
         )
-        return *found, None, None, None, None
+        return *found, None, None, None, None, None
 
 
 def _take_numbers(logits: Tensor, local: Tensor, here: Tensor, numbers: Tensor) -> None:

@@ -336,7 +336,10 @@ class VocabParallelHead(nn.Module):
     """Residual stream to the input of the loss: normalised hidden states (B, S, H) on every rank.
 
     The loss multiplies with the output matrix (terrace.runtime.tensor.loss), so whole logits are never allocated.
+    `weight` holds the rows `part` of that matrix, then padding; `cap` bounds the logits, 0 is no cap.
     """
+
+    part, cap = slice(0), 0.0
 
     def __init__(self, weight: nn.Parameter, norm: nn.Module, axis: TensorAxis, divisor: float = 1.0) -> None:
         super().__init__()
@@ -345,8 +348,17 @@ class VocabParallelHead(nn.Module):
         self.divisor = divisor  # of logits
         self._axis = axis
 
+    @property
+    def ranks(self) -> AxisComm:
+        """The ranks among which the vocabulary is cut."""
+        return self._axis.both
+
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Normalise x, and gather its tokens and features."""
+        return self.entering(x)
+
+    def entering(self, x: Tensor) -> Tensor:
+        """Input (B, S, H) of the output matrix: x normalised and divided by the logit divisor, whole on every rank."""
         x = self.norm(x)
         return self._axis.whole(x if self.divisor == 1.0 else x / self.divisor)
 

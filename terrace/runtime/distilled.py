@@ -1,0 +1,190 @@
+"""The loss of a student that learns from a teacher's distributions (Hinton et al., arXiv 1503.02531, section 2).
+
+With logits x of the student and y of the teacher, a temperature T, p = softmax(y / T), q = softmax(x / T), a label l
+and a weight w, a token's loss and its gradient are
+
+    L = (1 - w) (log sum exp x - x[l])  +  w T^2 sum p (log p - log q)
+    dL/dx = (1 - w) (softmax(x) - onehot(l))  +  w T (q - p)
+
+The factor T^2 keeps the size of the second gradient when T changes. Neither model's logits are ever whole: a chunk of
+tokens has both, and its gradient is known at once, so all products run in the BACKWARD of the last block
+(terrace.runtime.head). Of the teacher a token brings its hidden state of H numbers, or its k most probable tokens.
+
+From the k most probable tokens with probabilities p_i, and r = 1 - sum p_i for all others, the second term is the
+divergence of k + 1 outcomes,
+
+    sum_i p_i (log p_i - log q_i)  +  r (log r - log q_rest),      q_rest = sum of q over all other tokens
+
+which is that of a teacher with p = r q / q_rest for these others. It is a lower bound of the whole divergence.
+
+Shape legend: N tokens, n tokens of a part, B rows, S tokens of a row, H hidden, V vocabulary, k tokens kept.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from terrace.base.errors import ModelError
+from terrace.model import decoder
+from terrace.model.decoder import IGNORE_INDEX
+from terrace.model.loss_chunks import part_rows, slices
+from terrace.runtime.batch import Batch
+from terrace.runtime.head import cap_, loss_and_gradients
+from terrace.runtime.hidden import OutputMatrix
+from terrace.runtime.objective import ChunkedLoss, TokenObjective, cross_entropy
+from terrace.runtime.tensor.distilled import vocabulary_divergences
+from terrace.runtime.tensor.loss import vocabulary_losses
+from terrace.runtime.tensor.modules import VocabParallelHead
+
+HIDDEN = "teacher.hidden"  # column of a batch: the teacher's hidden states (B, S, H)
+IDS, LOG_PROBS = "teacher.ids", "teacher.log_probs"  # its k most probable tokens at the temperature, (B, S, k) each
+
+_OPERANDS = 6  # as large as the logits of a part, in fp32 at least, while its gradient is computed
+
+# (Tokens of a chunk (n), their student's log q (n, V)) -> teacher's log p (n, V), in the same dtype
+Targets = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Sums:
+    """Sums over tokens since the last `take` on this rank: cross entropies, divergences, number of tokens."""
+
+    values: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
+
+    def add(self, entropy: Tensor, divergence: Tensor, labels: Tensor) -> None:
+        """Add the sums of a micro-batch with these labels."""
+        own = torch.stack([entropy.detach().double(), divergence.detach().double(), (labels != IGNORE_INDEX).sum()])
+        self.values = self.values.to(own.device) + own
+
+    def take(self) -> list[float]:
+        """Return the sums and reset them."""
+        taken: list[float] = self.values.tolist()
+        self.values = torch.zeros_like(self.values)
+        return taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blend:
+    """The weight w of the teacher, above 0 and at most 1, and the temperature T, above 0."""
+
+    weight: float
+    temperature: float
+
+    def loss(self, entropy: Tensor, divergence: Tensor) -> Tensor:
+        """Loss from sums of cross entropies and of divergences."""
+        return (1.0 - self.weight) * entropy + self.weight * self.temperature**2 * divergence
+
+
+@dataclass(frozen=True)
+class Distilled(TokenObjective):
+    """The loss of a batch with a column of the teacher's; without one, as in an evaluation, cross entropy alone.
+
+    `matrix` is the teacher's output matrix for batches with hidden states, set before each step.
+    """
+
+    blend: Blend = field(default_factory=lambda: Blend(weight=1.0, temperature=1.0))
+    matrix: OutputMatrix = field(default_factory=OutputMatrix)
+    sums: Sums = field(default_factory=Sums)
+
+    def __call__(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
+        """Run the last block and the loss on the block's input; the vocabulary is cut over tensor ranks."""
+        if not isinstance(module, VocabParallelHead):
+            raise ModelError(f"a teacher needs a decoder's Head as last block, not {type(module).__name__}")
+        student = OutputMatrix(module.weight, module.part, module.cap)
+        hidden = module.entering(inputs)
+        if HIDDEN not in batch.columns:
+            # Padded to the messages that the program declares.
+            given = module.weight, batch.labels, module.part, module.ranks, module.cap
+            return vocabulary_losses(hidden, *given, unused=4).sum()
+        entropies, divergences = vocabulary_divergences(
+            hidden, student, batch.columns[HIDDEN], self.matrix, batch.labels, self.blend.temperature, module.ranks
+        )
+        entropy, divergence = entropies.sum(), divergences.sum()
+        self.sums.add(entropy, divergence, batch.labels)
+        return self.blend.loss(entropy, divergence)
+
+    def in_chunks(self, module: nn.Module) -> ChunkedLoss | None:
+        """The loss with its backward, for a whole `Head`. A batch must have a column of the teacher's."""
+        if type(module) is not decoder.Head:
+            return None
+
+        def run(inputs: Tensor, batch: Batch, scale: float) -> Tensor:
+            hidden: Tensor = module.entering(inputs)  # (B, S, H)
+            flat, labels = hidden.detach().flatten(0, 1), batch.labels.flatten()
+            targets, found = self._targets(batch), torch.zeros(2, dtype=torch.float64, device=flat.device)
+
+            def to_gradient(logits: Tensor, tokens: Tensor, scale: float) -> Tensor:
+                found.add_(gradient_(logits, labels[tokens], tokens, targets, self.blend, scale))
+                return found.new_zeros(())
+
+            # A chunk's tokens by index, since its labels are not all that the gradient reads.
+            indices = torch.arange(len(flat), device=flat.device)
+            _, gradient, rest = loss_and_gradients(flat, module.weight, indices, scale, to_gradient, module.cap)
+            of_weight = () if rest is None else ((module.weight, rest),)
+            roots, gradients = zip((hidden, gradient.view_as(hidden)), *of_weight, strict=True)
+            torch.autograd.backward(roots, gradients)
+            self.sums.add(found[0], found[1], labels)
+            return self.blend.loss(found[0], found[1])
+
+        return run
+
+    def _targets(self, batch: Batch) -> Targets:
+        if HIDDEN in batch.columns:
+            return of_hidden(batch.columns[HIDDEN].flatten(0, 1), self.matrix, self.blend.temperature)
+        return of_likeliest(batch.columns[IDS].flatten(0, 1), batch.columns[LOG_PROBS].flatten(0, 1))
+
+
+def distilled(blend: Blend) -> Distilled:
+    """The objective of a student."""
+    return Distilled(cross_entropy, blend=blend)
+
+
+def of_hidden(hidden: Tensor, matrix: OutputMatrix, temperature: float) -> Targets:
+    """Targets from the teacher's hidden states (N, H) and its output matrix."""
+
+    def targets(tokens: Tensor, log_q: Tensor) -> Tensor:
+        logits = cap_(hidden[tokens] @ matrix.weight.t(), matrix.cap).to(log_q.dtype)
+        return torch.log_softmax(logits.div_(temperature), -1)
+
+    return targets
+
+
+def of_likeliest(ids: Tensor, log_probs: Tensor) -> Targets:
+    """Targets from the teacher's k most probable tokens (N, k) and their log-probabilities at the temperature."""
+
+    def targets(tokens: Tensor, log_q: Tensor) -> Tensor:
+        at, log_p = ids[tokens].long(), log_probs[tokens].to(log_q.dtype)
+        rest = log_q.scatter(-1, at, -torch.inf)
+        # Rounded probabilities may add up to more than 1.
+        missing = (-log_p.exp().sum(-1, keepdim=True)).add_(1.0).clamp_(min=torch.finfo(torch.float32).tiny)
+        return rest.sub_(rest.logsumexp(-1, keepdim=True)).add_(missing.log()).scatter_(-1, at, log_p)
+
+    return targets
+
+
+def gradient_(
+    logits: Tensor, labels: Tensor, tokens: Tensor, targets: Targets, blend: Blend, scale: float = 1.0
+) -> Tensor:
+    """Replace logits (n, V) by `scale` times the gradient of the loss, in place.
+
+    Returns the sums of the cross entropies and of the divergences over tokens that count, (2) in fp64.
+    """
+    wide, t, w = torch.promote_types(logits.dtype, torch.float32), blend.temperature, blend.weight
+    counted = labels != IGNORE_INDEX
+    at = labels.masked_fill(~counted, 0).unsqueeze(-1)
+    found = logits.new_empty(2, len(logits), dtype=wide)
+    for rows in slices(len(logits), part_rows(len(logits), logits.shape[1], logits.device.type, _OPERANDS)):
+        x = logits[rows].to(wide)
+        log_q = torch.log_softmax(x / t, -1)
+        log_p = targets(tokens[rows], log_q)
+        p, q = log_p.exp(), log_q.exp()
+        # A token without a chance must not make nan.
+        found[1, rows] = log_p.clamp_(min=torch.finfo(wide).min).sub_(log_q).mul_(p).sum(-1)
+        hard = torch.log_softmax(x, -1)
+        found[0, rows] = -hard.gather(-1, at[rows]).squeeze(-1)
+        hard.exp_().scatter_add_(-1, at[rows], hard.new_full((1, 1), -1.0).expand_as(at[rows]))
+        gradient = hard.mul_(1.0 - w).add_(q.sub_(p), alpha=w * t)
+        logits[rows] = gradient.mul_(counted[rows].unsqueeze(-1) * scale)
+    return found.masked_fill_(~counted, 0.0).sum(1, dtype=torch.float64)

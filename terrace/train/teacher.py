@@ -1,0 +1,121 @@
+"""The teacher of a run: its plan, its blocks, and the rules that it must keep. Needs no torch."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from terrace.base.errors import ConfigError, ModelError, PlanError
+from terrace.model.blocks import block_specs, reading_hidden
+from terrace.model.facts import has_scalar_head, vocabulary_size
+from terrace.model.spec import BlockSpec, freeze
+from terrace.plan.context import is_context_parallel
+from terrace.plan.handed_rows import Held
+from terrace.plan.layout import Layout
+from terrace.plan.mesh import Mesh
+from terrace.plan.plan import Plan
+from terrace.plan.presets import command_plan
+from terrace.plan.validate import num_micro_batches, validate
+from terrace.runtime.settings import OptimizerConfig
+from terrace.train.config import RunConfig
+from terrace.train.layers import section
+from terrace.train.teacher_keys import NO_TEACHER, teacher_model
+
+DISTILL = "distill"  # of train.objective
+
+
+def without_teacher(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's table for commands that use its model, for which the teacher need not be there any more."""
+    found = {name: value for name, value in table.items() if name != "teacher"}
+    train = found.get("train")
+    if isinstance(train, Mapping) and train.get("objective") == DISTILL:
+        found["train"] = {name: value for name, value in train.items() if name != "objective"}
+    return found
+
+
+def teacher_plan(run: RunConfig) -> Plan:
+    """The plan of the teacher's forward, with the run's dtypes unless it names others.
+
+    A micro-batch that it leaves out is the largest up to the run's that divides the batch. Raises `PlanError` for a
+    plan that does not exist or does not divide the batch.
+    """
+    given = section("plan", run.teacher.plan)
+    table = {"compute": run.plan.compute, "master": run.plan.master, **given}
+    # Nothing is updated, so the plan must not depend on an optimizer.
+    plan = replace(command_plan(table, run.cluster), update=OptimizerConfig().update)
+    degree = Layout.of(run.cluster, plan).data_degree
+    if "micro_batch" not in given and run.rows % degree == 0:
+        share = run.rows // degree
+        plan = replace(plan, micro_batch=max(size for size in range(1, run.plan.micro_batch + 1) if share % size == 0))
+    return plan
+
+
+def teacher_blocks(run: RunConfig) -> tuple[BlockSpec, ...]:
+    """The teacher's blocks: nothing trains, and its hidden states are read before its output matrix."""
+    return freeze(reading_hidden(block_specs(teacher_model(run.teacher.model))), ("*",))
+
+
+def num_teacher_micros(run: RunConfig, plan: Plan) -> int:
+    """Micro-batches of a rank in the teacher's forward. Raises `PlanError` if its plan does not divide the batch."""
+    try:
+        return num_micro_batches(plan, Layout.of(run.cluster, plan), run.rows)
+    except PlanError as error:
+        raise PlanError(f"teacher.plan = {run.teacher.plan!r}: {error}") from error
+
+
+def check_teacher(run: RunConfig) -> None:
+    """Raises a `TerraceError` for a teacher without its objective, the reverse, or one that the run cannot have."""
+    teacher = run.teacher
+    if run.train.objective != DISTILL:
+        if teacher != NO_TEACHER:
+            raise ConfigError(
+                f'[teacher] has no effect: train.objective = "{run.train.objective}"; set it to "distill", or leave '
+                "the section out"
+            )
+        return
+    if not teacher.model:
+        raise ConfigError(
+            'train.objective = "distill" needs a teacher: give its folder, as --teacher.model FOLDER, or leave the '
+            "objective out"
+        )
+    teacher.check()
+    model = teacher_model(teacher.model)
+    if has_scalar_head(model):
+        raise ModelError(f"teacher.model = {teacher.model!r} has one output a token, a score: name a language model")
+    own, its = vocabulary_size(run.model), vocabulary_size(model)
+    if own != its:
+        raise ModelError(
+            f"teacher.model = {teacher.model!r} has a vocabulary of {its:,} tokens, and the model one of {own:,}: a "
+            "student learns probabilities of the same tokens: name a teacher with its tokenizer and vocabulary"
+        )
+    if teacher.top_k >= own:
+        raise ConfigError(f"teacher.top_k = {teacher.top_k} must be below the {own:,} tokens of the vocabulary, or 0")
+    _check_places(run, teacher_plan(run))
+
+
+def _check_places(run: RunConfig, plan: Plan) -> None:
+    cluster, named = run.cluster, f"teacher.plan = {run.teacher.plan!r}"
+    validate(cluster, plan, teacher_blocks(run))
+    for each, words in ((run.plan, "the plan"), (plan, named)):
+        if is_context_parallel(Mesh.of(cluster, each), each):
+            raise PlanError(f"{words} divides rows over a context axis, and a teacher's rows are whole: leave it out")
+        if each.outer.has_islands:
+            raise PlanError(f"{words} has islands (plan.outer), which a teacher is not implemented for: leave them out")
+    num_teacher_micros(run, plan)
+    tensor, its = (Mesh.of(cluster, each).group("columns", "rows") for each in (run.plan, plan))
+    if max(its) > 1 and its != tensor:
+        raise PlanError(
+            f"{named} cuts the vocabulary over other tensor ranks than the plan: give both the same tensor axis, or "
+            "the teacher none"
+        )
+    if run.teacher.top_k and max(*tensor, *its) > 1:
+        raise PlanError(
+            f"teacher.top_k = {run.teacher.top_k} is not implemented on tensor ranks, which hold parts of the "
+            "vocabulary: set it to 0, or leave out the tensor axis of both plans"
+        )
+    held, read = Held(cluster, plan, run.rows), Held(cluster, run.plan, run.rows)
+    readers = filter(read.is_last, range(cluster.world_size))
+    if run.teacher.is_online and not all(map(held.is_last, readers)):
+        raise PlanError(
+            f"{named} ends on other ranks than the plan: the ranks of the last stage read the teacher's output matrix, "
+            "so give both the same pipeline, or the teacher none"
+        )

@@ -1,0 +1,63 @@
+"""The section `[teacher]` of a run: a model whose distributions a student learns. Needs no torch."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from terrace.base.errors import ConfigError
+from terrace.base.schema import read_table
+from terrace.model.config import ModelConfig, load_model, parse_model
+
+_RUN, _PUBLISHED = "config.toml", "config.json"
+_MOST = 1e3  # a temperature at which all distributions are even: a guess
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """The teacher of a run with train.objective = "distill", and how much it counts (terrace.runtime.distilled)."""
+
+    model: str = ""  # folder of the teacher: of a run, or of Hugging Face
+    plan: str = "zero3"  # name or file of the plan of its forward, on the ranks of the run
+    weight: float = 0.9  # of its distributions, above 0 and at most 1; the labels have the rest
+    temperature: float = 2.0  # by which both models' logits are divided, for its part of the loss
+    top_k: int = 0  # 0: it runs before each step; else its k likeliest tokens are found once, before the first
+
+    def check(self) -> None:
+        """Raises `ConfigError` for a value out of range."""
+        if not 0 < self.weight <= 1:
+            raise ConfigError(
+                f"teacher.weight = {self.weight} must be above 0 and at most 1: it is the teacher's part of the loss"
+            )
+        if not 0 < self.temperature <= _MOST or not math.isfinite(self.temperature):
+            raise ConfigError(
+                f"teacher.temperature = {self.temperature} must be above 0 and at most {_MOST:g}: logits are divided "
+                "by it"
+            )
+        if self.top_k < 0:
+            raise ConfigError(f"teacher.top_k = {self.top_k} must be 0, or a number of tokens")
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the teacher runs beside every step."""
+        return bool(self.model) and not self.top_k
+
+
+NO_TEACHER = TeacherConfig()
+
+
+@lru_cache(maxsize=8)
+def teacher_model(folder: str) -> ModelConfig:
+    """The model in a teacher's folder. Raises `ConfigError` for a folder that has none, and `ModelError`."""
+    path = Path(folder)
+    if (path / _RUN).is_file():
+        table = read_table(path / _RUN)
+        if "model" not in table:
+            raise ConfigError(f"teacher.model = {folder!r}: its {_RUN} has no model, so it is no run folder")
+        return parse_model(table["model"])
+    if (path / _PUBLISHED).is_file():
+        return load_model(folder, training=False)
+    raise ConfigError(
+        f"teacher.model = {folder!r} is neither a run folder ({_RUN}) nor a Hugging Face folder ({_PUBLISHED}): name "
+        "one that a run of Terrace or save_pretrained has left"
+    )
