@@ -36,9 +36,9 @@ def _spec(name: str, operations: Operations, tied_to: tuple[int, ...] = ()) -> B
     return BlockSpec(name=name, params=params_of(operations), tied_to=tied_to, declared=operations)
 
 
-def with_loss_beside(blocks: Sequence[BlockSpec], hidden: int) -> tuple[BlockSpec, ...]:
-    """`blocks` whose loss also computes the logits of another model, from its hidden states of `hidden` numbers."""
-    return _with_loss(blocks, beside=hidden)
+def with_loss_beside(blocks: Sequence[BlockSpec], other: ModelConfig) -> tuple[BlockSpec, ...]:
+    """`blocks` whose loss also computes the logits of another model, from its hidden states."""
+    return _with_loss(blocks, beside=other.hidden_size)
 
 
 def reading_hidden(blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:

@@ -217,9 +217,8 @@ def predict_on(prediction: Prediction, step: Step) -> Prediction:
     step = resolved(step)
     if not prediction.is_whole or step.plan != prediction.step.plan:
         return predict_step(step)
-    return _with_beside(
-        _with_cycle(_played(step, [replace(program, model=step.model) for program in prediction.programs]))
-    )
+    programs = [replace(program, model=step.model) for program in prediction.programs]
+    return _with_beside(_with_cycle(_played(step, programs)))
 
 
 def play_whole(step: Step) -> Prediction:

@@ -24,6 +24,7 @@ from terrace.base.errors import CheckpointError, TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.words import counted, quantity
 from terrace.data.batches import Batches, Ids
+from terrace.model.facts import vocabulary_size
 from terrace.model.loss_chunks import chunk_rows, slices
 from terrace.plan.dims import has_routers
 from terrace.plan.handed_rows import Held
@@ -201,4 +202,4 @@ def _keys(sources: Ids, samples: Ids) -> Ids:
 
 
 def _fits_16_bits(run: RunConfig) -> bool:
-    return bool(run.model.vocab_size <= 1 << 16)
+    return vocabulary_size(run.model) <= 1 << 16

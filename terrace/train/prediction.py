@@ -69,7 +69,7 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
     flops = [float(block.forward_flops(*sizes)) for block in block_specs(run.model)]
     if run.teacher.is_online:
         # The loss multiplies with the teacher's output matrix once, and with the student's three times.
-        flops[-1] *= 1 + teacher_model(run.teacher.model).hidden_size / (3 * run.model.hidden_size)
+        flops[-1] += block_specs(teacher_model(run.teacher.model))[-1].forward_flops(*sizes) / 3
     return replace(own, cluster=cluster, work=tuple(flops), beside=_beside(run, cluster))
 
 

@@ -76,7 +76,7 @@ PLACES = {
         {},
     ),
 }
-SELDOM = ("both zero3", "both in pipelines")
+SELDOM = ("both zero3", "other micro-batches", "both in tensor rows", "both in pipelines")
 
 
 def config_of(table: dict[str, Any]) -> ModelConfig:
@@ -112,7 +112,7 @@ def engines(
         Blocks(
             blocks,
             names=[spec.name for spec in specs],
-            declared=with_loss_beside(specs, TEACHER["hidden_size"]),
+            declared=with_loss_beside(specs, config_of(TEACHER)),
         ),
         workload(place.student),
         objective,

@@ -1,0 +1,132 @@
+"""`terrace train` with a teacher: beside the steps and from kept tokens, predicted and measured, resumed, refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from terrace.base.errors import TerraceError
+from terrace.data.tokenizer import ByteTokenizer
+from terrace.train.resolve import resolve
+from terrace.train.runs import read_run
+from terrace.train.teacher_keys import teacher_model
+from terrace.train.weights import check_values
+from tests.support.tiny_runs import losses, metrics, terrace, write_run
+
+pytestmark = pytest.mark.timeout(360)
+
+DISTILL = ("--train.objective", "distill", "--teacher.model", "teacher")
+
+
+def taught(folder: Path, name: str, *words: str) -> Path:
+    done = terrace("train", "--config", "run.toml", "--folder", name, *DISTILL, *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / name
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run's files, and a teacher."""
+    folder = tmp_path_factory.mktemp("teachers")
+    write_run(folder, 2, plan="zero3", steps=3)
+    table = json.loads((folder / "config.json").read_text())
+    (folder / "large.json").write_text(json.dumps(table | {"num_hidden_layers": 3, "hidden_size": 24}))
+    words = ("--model", "large.json", "--optimizer.lr", "3e-2", "--train.steps", "12", "--train.log_every", "100")
+    done = terrace("train", "--config", "run.toml", "--folder", "teacher", *words, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_run_with_a_teacher_sends_and_holds_what_was_predicted(here: Path) -> None:
+    run = taught(here, "online", "--train.log_every", "1", "--data.holdout", "0.1", "--train.eval_every", "3")
+    report = json.loads((run / "report.json").read_text())
+    predicted, measured = report["predicted"], report["measured"]
+    assert predicted["sent_bytes"] == measured["sent_bytes"]
+    assert predicted["memory_bytes"] == measured["memory_bytes"]
+    assert measured["memory_bytes"]["teacher"] > 0
+    assert predicted["time_s"]["teacher"] > 0
+    for line in metrics(run):
+        found = line["teacher"]
+        assert line["loss"] == pytest.approx(0.1 * found["cross_entropy"] + 3.6 * found["divergence"], rel=1e-6)
+        assert 0 < line["time_s"]["teacher"] < line["step_s"]
+    # An evaluation is of the labels alone, so that runs with and without a teacher can be compared.
+    last = metrics(run)[-1]
+    assert last["eval"]["holdout"]["loss"] == pytest.approx(last["teacher"]["cross_entropy"], rel=0.05)
+    # Whoever uses the model needs no teacher any more.
+    (here / "teacher").rename(here / "away")
+    assert read_run(run).context == 16
+    (here / "away").rename(here / "teacher")
+
+
+def test_kept_tokens_give_nearly_the_loss_of_the_teacher_and_a_resume_the_same_bits(here: Path) -> None:
+    online = losses(taught(here, "beside", "--train.steps", "2"))
+    exported = terrace("export", "teacher", "exported", cwd=here)
+    assert exported.returncode == 0, exported.stderr
+    published = taught(here, "published", "--train.steps", "2", "--teacher.model", "exported")
+    assert losses(published) == pytest.approx(online, rel=1e-6)
+    kept = taught(here, "kept", "--train.steps", "2", "--teacher.top_k", "200")
+    assert losses(kept) == pytest.approx(online, rel=3e-3)
+    before = (kept / "teacher.ids.npy").read_bytes()
+    assert len(before) - 128 == 16 * 16 * 200 * 2, "16 sequences of 16 tokens, 2 bytes an id"
+    words = ("--train.steps", "4", "--teacher.top_k", "200", "--train.checkpoint_every", "2")
+    whole = losses(taught(here, "whole", *words))
+    (here / "whole" / "checkpoints" / "step-00000004" / "manifest.json").unlink()
+    done = terrace("train", "--resume", "whole", cwd=here)
+    assert done.returncode == 0, done.stderr
+    assert losses(here / "whole") == whole
+    assert "likeliest" not in done.stdout, "they were found before"
+
+
+def test_another_tokenizer_is_named(here: Path) -> None:
+    other = ByteTokenizer()
+    other.fingerprint = "another-1"
+    folder = str(here / "teacher")
+    with pytest.raises(TerraceError, match=r"teacher.model = .* has another tokenizer \(bytes-1, not another-1\)"):
+        check_values(folder, teacher_model(folder), other, "teacher.model")
+    with pytest.raises(TerraceError, match=r"has no weights"):
+        check_values(str(here), teacher_model(folder), ByteTokenizer(), "teacher.model")
+
+
+WRONG = [
+    ({"teacher": {"model": "teacher"}}, r"\[teacher\] has no effect: train.objective = \"next-token\""),
+    ({"train": {"objective": "distill"}}, "needs a teacher: give its folder"),
+    ({"teacher": {"weight": 0.0}}, "teacher.weight = 0.0 must be above 0 and at most 1"),
+    ({"teacher": {"weight": 1.5}}, "teacher.weight = 1.5 must be above 0 and at most 1"),
+    ({"teacher": {"temperature": 0.0}}, "teacher.temperature = 0.0 must be above 0"),
+    ({"teacher": {"temperature": -1.0}}, "teacher.temperature = -1.0 must be above 0"),
+    ({"teacher": {"top_k": -1}}, "teacher.top_k = -1 must be 0, or a number"),
+    ({"teacher": {"top_k": 257}}, "teacher.top_k = 257 must be below the 257 tokens"),
+    ({"teacher": {"mix": 0.5}}, "unknown key teacher.mix"),
+    ({"teacher": {"model": "nowhere"}}, "neither a run folder .config.toml. nor a Hugging Face folder"),
+    ({"teacher": {"plan": "zero9"}}, "no plan preset or file 'zero9'"),
+    ({"model": {"vocab_size": 300}}, "has a vocabulary of 257 tokens, and the model one of 300"),
+    ({"plan": {"mapping": {"package": {"context": 2}}}}, "divides rows over a context axis"),
+    ({"train": {"batch": 2}, "plan": {"mapping": {"package": {"tensor": 2}}}, "teacher": {"plan": "rows.toml"}}, ""),
+    (
+        {"plan": {"mapping": {"package": {"tensor": 2}}}, "teacher": {"top_k": 8}},
+        "teacher.top_k = 8 is not implemented on tensor ranks",
+    ),
+    ({"train": {"batch": 1}, "plan": {"mapping": {"package": {"tensor": 2}}}}, "teacher.plan = 'zero3': batch = 1"),
+    ({"teacher": {"plan": "rows.toml"}}, "cuts the vocabulary over other tensor ranks"),
+    ({"teacher": {"plan": "stages.toml"}}, "ends on other ranks than the plan"),
+]
+
+
+@pytest.mark.parametrize(("given", "why"), WRONG)
+def test_what_cannot_be_is_refused_in_a_line(here: Path, given: dict[str, dict[str, object]], why: str) -> None:
+    (here / "rows.toml").write_text('preset = "zero3"\nmapping = { package = { tensor = 2 } }\n')
+    (here / "stages.toml").write_text('preset = "zero3"\nmapping = { package = { pipeline = 2 } }\nschedule = "1f1b"\n')
+    base = {"train": {"objective": "distill"}, "teacher": {"model": str(here / "teacher")}}
+    if "objective" in given.get("train", {}) or why.startswith(r"\[teacher"):
+        base = {"train": {}, "teacher": {}}
+    overrides = {name: base.get(name, {}) | given.get(name, {}) for name in {*base, *given}}
+    for key in ("model", "plan"):
+        if str(overrides["teacher"].get(key, "")).endswith(("teacher", ".toml")):
+            overrides["teacher"][key] = str(here / str(overrides["teacher"][key]))
+    overrides = {name: table for name, table in overrides.items() if table}
+    if not why:  # what is right between the wrong ones
+        resolve(str(here / "run.toml"), {}, overrides)
+        return
+    with pytest.raises(TerraceError, match=why) as raised:
+        resolve(str(here / "run.toml"), {}, overrides)
+    assert "\n" not in str(raised.value)
