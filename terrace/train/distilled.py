@@ -28,8 +28,8 @@ from terrace.train.job import RunJob
 from terrace.train.likeliest import Likeliest, likeliest_of
 from terrace.train.micro_batches import MicroBatches, StepBatches
 from terrace.train.pairs import Learning
-from terrace.train.teacher import DISTILL, num_teacher_micros, teacher_blocks, teacher_plan
-from terrace.train.teacher_keys import teacher_model
+from terrace.train.teacher import num_teacher_micros, teacher_blocks, teacher_plan
+from terrace.train.teacher_keys import DISTILL, teacher_model
 from terrace.train.weights import values_in
 
 _TIMEOUTS = 2  # as that of a step: longer than the watchdog's, which names the culprit

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,11 +29,13 @@ from terrace.model.loss_chunks import chunk_rows, slices
 from terrace.plan.dims import has_routers
 from terrace.plan.handed_rows import Held
 from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine
 from terrace.runtime.head import cap_
 from terrace.runtime.hidden import OutputMatrix
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 IDS, LOG_PROBS, FACTS = "teacher.ids.npy", "teacher.log_probs.npy", "teacher.json"
 
@@ -63,10 +65,10 @@ def likeliest_of(
     run: RunConfig,
     batches: Batches,
     job: RunJob,
-    teacher: Callable[[], Engine],
+    teacher: Callable[[], "Engine"],
     note: Callable[[str], None],
     idle: Callable[[str], None],
-    engine: Engine,
+    engine: "Engine",
     keeps: bool,
 ) -> Likeliest:
     """The likeliest tokens of all samples of a run: from its folder, or else found by `teacher` and kept there.
@@ -97,7 +99,7 @@ class _Writer:
     """Runs the teacher over samples, and writes what it finds on rank 0."""
 
     def __init__(
-        self, run: RunConfig, batches: Batches, folder: Path, teacher: Engine, idle: Callable[[str], None]
+        self, run: RunConfig, batches: Batches, folder: Path, teacher: "Engine", idle: Callable[[str], None]
     ) -> None:
         self._run, self._batches, self._folder, self._teacher, self._idle = run, batches, folder, teacher, idle
 

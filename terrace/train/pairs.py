@@ -6,6 +6,7 @@ step and kept in the run folder, so no rank holds a second model, and a resumed 
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,12 +24,14 @@ from terrace.model.decoder import token_loss
 from terrace.plan.dims import has_routers
 from terrace.program.report import StepReport
 from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine
 from terrace.runtime.objective import Objective
 from terrace.runtime.pairs import PairFigures, dpo_batch, dpo_objective, reward_batch, reward_objective
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
 from terrace.train.micro_batches import MicroBatches, StepBatches
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 REFERENCE = "reference.safetensors"  # in the run folder of DPO
 
@@ -56,7 +59,7 @@ class Learning:
 
     def begin(
         self,
-        engine: Engine,
+        engine: "Engine",
         job: RunJob,
         note: Callable[[str], None],
         idle: Callable[[str], None],
@@ -109,7 +112,7 @@ class Learning:
         references = torch.split(self._reference[torch.from_numpy(samples)], size)
         return [dpo_batch(micro, reference) for micro, reference in zip(micros, references, strict=True)]
 
-    def ready(self, batches: StepBatches, engine: Engine) -> StepBatches:
+    def ready(self, batches: StepBatches, engine: "Engine") -> StepBatches:
         """Batches on the engine's device, with what other models say of them."""
         return batches._replace(micros=[micro.to(engine.device) for micro in batches.micros])
 
@@ -120,7 +123,7 @@ class Learning:
     def close(self) -> None:
         """End what runs beside the steps."""
 
-    def figures(self, step: int, engine: Engine) -> dict[str, dict[str, float]]:
+    def figures(self, step: int, engine: "Engine") -> dict[str, dict[str, float]]:
         """Fields of the step's record: of pairs, accuracy and mean reward margin since they were last reported.
 
         Reported every `train.log_every` steps, since they are summed over ranks.
@@ -135,7 +138,7 @@ class Learning:
         return not (step + 1) % self._run.train.log_every or step + 1 == self._run.train.steps
 
 
-def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Callable[[str], None]) -> Tensor:
+def reference_of(engine: "Engine", batches: Batches, micro_batch: int, idle: Callable[[str], None]) -> Tensor:
     """Log-probability of every response under the engine's parameters: fp64, shape (num_samples,), on every rank.
 
     `idle` receives the progress after each pass.
@@ -169,7 +172,7 @@ def reference_of(engine: Engine, batches: Batches, micro_batch: int, idle: Calla
     return found
 
 
-def _batch(engine: Engine, batches: Batches, samples: Ids, first_row: int) -> Batch:
+def _batch(engine: "Engine", batches: Batches, samples: Ids, first_row: int) -> Batch:
     inputs, labels = (torch.from_numpy(each) for each in batches.of_samples(samples))
     batch = Batch(inputs, labels)
     if batches.pairs is not None and has_routers(engine.program.blocks):

@@ -107,10 +107,7 @@ def prepare(
         # Named in config.toml, so that files that change beside the tokenizer do not change the run.
         bos, eos = tokenizer.as_keys()
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
-    if resume is None and (said := check_weights(config)):
-        say(said)
-    if config.teacher.model:
-        check_values(config.teacher.model, teacher_model(config.teacher.model), tokenizer, "teacher.model")
+    _check_folders(config, tokenizer, is_resumed=resume is not None, say=say)
     sources, evaluated = _sources(config, tokenizer, say)
     if config.train.prompt is not None and not why_no_sample(config):
         sample_prompt(config, sources, tokenizer)  # refused now rather than at the end
@@ -173,6 +170,14 @@ def _check_kernels(config: RunConfig) -> None:
     reason = why_missing() if is_available() else "this machine has no CUDA device"
     if reason:
         raise ConfigError(f"train.kernels = {config.train.kernels!r} cannot serve: {reason}; leave train.kernels out")
+
+
+def _check_folders(config: RunConfig, tokenizer: Tokenizer, *, is_resumed: bool, say: Say) -> None:
+    """Raises a `TerraceError` unless the folders of the initial weights and of the teacher have what the run reads."""
+    if not is_resumed and (said := check_weights(config)):
+        say(said)
+    if config.teacher.model:
+        check_values(config.teacher.model, teacher_model(config.teacher.model), tokenizer, "teacher.model")
 
 
 def _sources(config: RunConfig, tokenizer: Tokenizer, say: Say) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:

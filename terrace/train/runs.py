@@ -17,7 +17,7 @@ from terrace.train.config import RunConfig
 from terrace.train.folder import SOURCE, no_run_words
 from terrace.train.rules import checked_run
 from terrace.train.schedule import learning_rate
-from terrace.train.teacher import without_teacher
+from terrace.train.teacher_keys import without_teacher
 
 if TYPE_CHECKING:
     from terrace.checkpoint.reading import Checkpoint

@@ -1,10 +1,11 @@
 """The teacher of a run: its plan, its blocks, and the rules that it must keep. Needs no torch."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import ConfigError, ModelError, PlanError
+from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
+from terrace.base.schema import read_table
 from terrace.model.blocks import block_specs, reading_hidden
 from terrace.model.facts import has_scalar_head, vocabulary_size
 from terrace.model.spec import BlockSpec, freeze
@@ -13,23 +14,11 @@ from terrace.plan.handed_rows import Held
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
-from terrace.plan.presets import command_plan
+from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import RunConfig
-from terrace.train.layers import section
-from terrace.train.teacher_keys import NO_TEACHER, teacher_model
-
-DISTILL = "distill"  # of train.objective
-
-
-def without_teacher(table: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's table for commands that use its model, for which the teacher need not be there any more."""
-    found = {name: value for name, value in table.items() if name != "teacher"}
-    train = found.get("train")
-    if isinstance(train, Mapping) and train.get("objective") == DISTILL:
-        found["train"] = {name: value for name, value in train.items() if name != "objective"}
-    return found
+from terrace.train.teacher_keys import DISTILL, NO_TEACHER, teacher_model
 
 
 def teacher_plan(run: RunConfig) -> Plan:
@@ -38,7 +27,7 @@ def teacher_plan(run: RunConfig) -> Plan:
     A micro-batch that it leaves out is the largest up to the run's that divides the batch. Raises `PlanError` for a
     plan that does not exist or does not divide the batch.
     """
-    given = section("plan", run.teacher.plan)
+    given = _table(run.teacher.plan)
     table = {"compute": run.plan.compute, "master": run.plan.master, **given}
     # Nothing is updated, so the plan must not depend on an optimizer.
     plan = replace(command_plan(table, run.cluster), update=OptimizerConfig().update)
@@ -47,6 +36,14 @@ def teacher_plan(run: RunConfig) -> Plan:
         share = run.rows // degree
         plan = replace(plan, micro_batch=max(size for size in range(1, run.plan.micro_batch + 1) if share % size == 0))
     return plan
+
+
+def _table(name: str) -> dict[str, Any]:
+    if name in PRESETS:
+        return {"preset": name}
+    if not Path(name).is_file():
+        raise PlanError(f"teacher.plan = {name!r} is no preset and no file of a plan{did_you_mean(name, PRESETS)}")
+    return dict(read_table(Path(name)))
 
 
 def teacher_blocks(run: RunConfig) -> tuple[BlockSpec, ...]:

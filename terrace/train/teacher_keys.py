@@ -1,14 +1,17 @@
 """The section `[teacher]` of a run: a model whose distributions a student learns. Needs no torch."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import read_table
 from terrace.model.config import ModelConfig, load_model, parse_model
 
+DISTILL = "distill"  # of train.objective
 _RUN, _PUBLISHED = "config.toml", "config.json"
 _MOST = 1e3  # a temperature at which all distributions are even: a guess
 
@@ -44,6 +47,15 @@ class TeacherConfig:
 
 
 NO_TEACHER = TeacherConfig()
+
+
+def without_teacher(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's table for commands that use its model, for which the teacher need not be there any more."""
+    found = {name: value for name, value in table.items() if name != "teacher"}
+    train = found.get("train")
+    if isinstance(train, Mapping) and train.get("objective") == DISTILL:
+        found["train"] = {name: value for name, value in train.items() if name != "objective"}
+    return found
 
 
 @lru_cache(maxsize=8)

@@ -98,7 +98,7 @@ WRONG = [
     ({"teacher": {"top_k": 257}}, "teacher.top_k = 257 must be below the 257 tokens"),
     ({"teacher": {"mix": 0.5}}, "unknown key teacher.mix"),
     ({"teacher": {"model": "nowhere"}}, "neither a run folder .config.toml. nor a Hugging Face folder"),
-    ({"teacher": {"plan": "zero9"}}, "no plan preset or file 'zero9'"),
+    ({"teacher": {"plan": "zero9"}}, "teacher.plan = 'zero9' is no preset and no file"),
     ({"model": {"vocab_size": 300}}, "has a vocabulary of 257 tokens, and the model one of 300"),
     ({"plan": {"mapping": {"package": {"context": 2}}}}, "divides rows over a context axis"),
     ({"train": {"batch": 2}, "plan": {"mapping": {"package": {"tensor": 2}}}, "teacher": {"plan": "rows.toml"}}, ""),
