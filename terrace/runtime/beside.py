@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,8 +25,10 @@ from terrace.plan.wire import MessageClass
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.runtime.batch import Batch
-from terrace.runtime.engine import Engine
 from terrace.runtime.hidden import OutputMatrix
+
+if TYPE_CHECKING:
+    from terrace.runtime.engine import Engine
 
 NAME = "teacher"  # category of seconds and bytes held, until a second kind of model runs beside a step
 
@@ -37,7 +40,7 @@ class ForwardBeside:
     ranks of the last stage of `program` must be on the last stage of the engine's.
     """
 
-    def __init__(self, engine: Engine, program: Program, timeout: timedelta) -> None:
+    def __init__(self, engine: "Engine", program: Program, timeout: timedelta) -> None:
         self.engine, rank = engine, engine.rank
         own, cluster = engine.program, program.cluster
         num_rows = program.layout.data_degree * program.plan.micro_batch * program.num_micros
