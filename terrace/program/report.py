@@ -42,7 +42,7 @@ def together(report: StepReport, *others: StepReport) -> StepReport:
 
 
 def with_beside(reports: Iterable[StepReport], beside: Sequence[StepReport]) -> tuple[StepReport, ...]:
-    """Reports by stage with what runs before the step, whose seconds are among theirs already; `beside` may be empty."""
+    """Reports by stage with what runs before the step, if anything; its seconds are among theirs already."""
     pairs = zip_longest(reports, (replace(each, time_s={}) for each in beside))
     return tuple(together(own, *filter(None, (other,))) for own, other in pairs)
 

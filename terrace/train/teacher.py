@@ -97,6 +97,8 @@ def _check_places(run: RunConfig, plan: Plan) -> None:
             raise PlanError(f"{words} divides rows over a context axis, and a teacher's rows are whole: leave it out")
         if each.outer.has_islands:
             raise PlanError(f"{words} has islands (plan.outer), which a teacher is not implemented for: leave them out")
+        if each.shares:
+            raise PlanError(f"{words} has plan.shares, which a teacher is not implemented for: leave them out")
     num_teacher_micros(run, plan)
     tensor, its = (Mesh.of(cluster, each).group("columns", "rows") for each in (run.plan, plan))
     if max(its) > 1 and its != tensor:

@@ -107,6 +107,7 @@ WRONG = [
         "teacher.top_k = 8 is not implemented on tensor ranks",
     ),
     ({"train": {"batch": 1}, "plan": {"mapping": {"package": {"tensor": 2}}}}, "teacher.plan = 'zero3': batch = 1"),
+    ({"train": {"batch": 9}, "plan": {"shares": [5, 4]}}, "has plan.shares, which a teacher"),
     ({"teacher": {"plan": "rows.toml"}}, "cuts the vocabulary over other tensor ranks"),
     ({"teacher": {"plan": "stages.toml"}}, "ends on other ranks than the plan"),
 ]
