@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--teacher", type=Path, help="a run folder or a Hugging Face folder; by default one is trained")
     parser.add_argument("--weight", type=float, default=0.9)
-    parser.add_argument("--temperature", type=float, default=2.0)
+    parser.add_argument("--temperature", type=float, default=1.0)
     options_for_claims(parser)
     parser.set_defaults(steps=150, sequence=128)
     options = parser.parse_args(arguments)
