@@ -183,11 +183,7 @@ def predict_step(step: Step, programs: Sequence[Program] = ()) -> Prediction:
 
 def predict_alike(step: Step, programs: Sequence[Program] = ()) -> Prediction:
     """As `predict_step`, with `step.num_micros` micro-batches on every rank."""
-    return _with_beside(_with_cycle(_steady(resolved(step), programs)))
-
-
-def _with_beside(found: Prediction) -> Prediction:
-    return replace(found, times_s=times_beside(found.times_s, found.step.beside)) if found.step.beside else found
+    return _with_cycle(_steady(resolved(step), programs))
 
 
 def _steady(step: Step, programs: Sequence[Program]) -> Prediction:
@@ -218,7 +214,7 @@ def predict_on(prediction: Prediction, step: Step) -> Prediction:
     if not prediction.is_whole or step.plan != prediction.step.plan:
         return predict_step(step)
     programs = [replace(program, model=step.model) for program in prediction.programs]
-    return _with_beside(_with_cycle(_played(step, programs)))
+    return _with_cycle(_played(step, programs))
 
 
 def play_whole(step: Step) -> Prediction:
@@ -344,9 +340,10 @@ def _play(step: Step, num_micros: int) -> Prediction:
 
 
 def _with_cycle(steady: Prediction) -> Prediction:
-    """The prediction of a steady step, or of its cycle if there are islands."""
+    """The prediction of a steady step with what runs before it, or of its cycle if there are islands."""
+    beside = steady.step.beside
     if not steady.step.plan.outer.has_islands:
-        return steady
+        return replace(steady, times_s=times_beside(steady.times_s, beside)) if beside else steady
     whole = None if steady.is_whole else steady.times_s
     found = play_cycle(steady.programs, steady.step.work, steady.costs, whole)
     sent = found.mean_bytes(steady.programs, steady.expected_bytes)
