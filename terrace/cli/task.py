@@ -48,7 +48,7 @@ def read_task(
     if not isinstance(own, Mapping):
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
     cluster = _resized(parse_cluster(lay_over({"cluster": table}, {"cluster": own})["cluster"]), options.nodes)
-    if wrong := cluster.failures.never_ends(cluster.world_size, num_machines(cluster)):
+    if wrong := cluster.failures.restarts_prevail(cluster.world_size, num_machines(cluster)):
         raise ClusterError(wrong)
     compute: Any = options.compute or faster_dtype(cluster)
     # As a run that names no dtype: terrace.plan.presets.command_plan.

@@ -34,15 +34,15 @@ class Failures:
         per_hour = sum(number / hours for number, hours in counts if hours is not None)
         return _HOUR_S / per_hour if per_hour else math.inf
 
-    def never_ends(self, num_devices: int, num_machines: int) -> str:
-        """Why no job of this size makes progress, and the remedy; "" if one does."""
+    def restarts_prevail(self, num_devices: int, num_machines: int) -> str:
+        """Why a job of this size would spend most of its time on restarts, and the remedy; "" if it would not."""
         mean_s = self.mean_s(num_devices, num_machines)
         if mean_s >= self.restart_s:
             return ""
         return (
             f"cluster.failures: of {num_devices} devices on {num_machines} machines one fails every {mean_s:.3g} s, "
-            f"sooner than restart_s = {self.restart_s:g} is over, so nothing ever ends: give hours of one device or "
-            "machine (not of the whole cluster), a shorter restart_s, or fewer nodes"
+            f"sooner than restart_s = {self.restart_s:g} is over, so restarts would take longer than all work between "
+            "them: give hours of one device or machine (not of the whole cluster), a shorter restart_s, or fewer nodes"
         )
 
 

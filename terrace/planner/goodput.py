@@ -112,4 +112,4 @@ def members_goodput(
     all others stand still for `dead_s` at each leave and at each return (docs/failures.md).
     """
     cycle_s = member_s + absent_s
-    return max(0.0, (member_s - lost_s) / cycle_s * (1 - 2 * num_members * dead_s / cycle_s))
+    return max(0.0, member_s - lost_s) / cycle_s * max(0.0, 1 - 2 * num_members * dead_s / cycle_s)

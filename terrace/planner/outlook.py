@@ -57,7 +57,7 @@ class Outlook:
     @cached_property
     def ways(self) -> tuple[Way, ...]:
         """The ways that the cluster has, checkpoints on disk first."""
-        running, found = 1 - self.waiting(self.spares), []
+        running, found = 1 - self.waiting(self._spares), []
         for name, save in ((DISK, self._on_disk()), (COPIES, self._in_memory())):
             if save is not None:
                 steps = self.job.best_steps(self.step_s, save)
@@ -68,18 +68,23 @@ class Outlook:
         return tuple(found)
 
     @property
-    def spares(self) -> int:
-        spares = self.cluster.failures.spares
-        return MOST_SPARES if spares is None else spares
+    def _spares(self) -> int:
+        return self.cluster.failures.spares or 0
+
+    @property
+    def _repair_s(self) -> float:
+        """Seconds until a machine is repaired; 0 where another always stands by, so that nothing waits."""
+        failures = self.cluster.failures
+        return 0.0 if failures.spares is None else failures.repair_s
 
     def waiting(self, spares: int) -> float:
         """Share of the time that a synchronous run waits for repaired machines."""
-        return waiting(self.job.mean_s, self.cluster.failures.repair_s, spares)
+        return waiting(self.job.mean_s, self._repair_s, spares)
 
     @property
     def next_spare(self) -> float:
         """Goodput of checkpoints on disk that one more spare would add."""
-        now, more = (1 - self.waiting(self.spares + each) for each in (0, 1))
+        now, more = (1 - self.waiting(self._spares + each) for each in (0, 1))
         return self.ways[0].goodput * (more / now - 1)
 
     @cached_property
@@ -120,7 +125,7 @@ class Outlook:
         failures, members = self.cluster.failures, self.cluster.tiers[-1].size
         member_s = members * self.job.mean_s
         heal_s = send_s(self.cluster, len(self.cluster.tiers) - 1, self.shard_bytes)
-        wait_s = member_wait_s(members, member_s, failures.repair_s, self.spares)
+        wait_s = member_wait_s(members, member_s, self._repair_s, self._spares)
         return members_goodput(members, member_s, failures.restart_s + heal_s + wait_s, self.exchange_s / 2)
 
 

@@ -95,7 +95,7 @@ def check_cadence(run: RunConfig) -> None:
             f"{key} needs to know how often parts fail: give the cluster a table [failures] (--cluster.failures."
             "device_hours 50000 --cluster.failures.restart_s 300), or a number of steps"
         )
-    if wrong := cluster.failures.never_ends(cluster.world_size, num_machines(cluster)):
+    if wrong := cluster.failures.restarts_prevail(cluster.world_size, num_machines(cluster)):
         raise ClusterError(wrong)
     if run.plan.outer.has_islands:
         raise ConfigError(

@@ -163,6 +163,13 @@ def test_a_job_that_waits_by_hand() -> None:
     assert member_wait_s(2, 8.0, 2.0, 0) == pytest.approx(2.0)
 
 
+def test_members_that_fail_before_they_exchange_bring_nothing() -> None:
+    """Two factors below zero are no progress: the work of a member, and the time in which the others go on."""
+    assert members_goodput(64, member_s=128.0, absent_s=1.0, lost_s=500.0) == 0.0
+    assert members_goodput(64, member_s=128.0, absent_s=1.0) == 0.0
+    assert members_goodput(2, member_s=128.0, absent_s=1.0, lost_s=500.0) == 0.0
+
+
 def _outlook(spares: int | None, *, has_islands: bool = False) -> Outlook:
     failures = Failures(device_hours=2000.0, restart_s=300.0, spares=spares)
     cluster = replace(load_cluster("dgx-h100").resized(16), failures=failures)
@@ -189,6 +196,16 @@ def test_the_ways_of_a_plan_by_hand() -> None:
     absent_s = 300 + 4e9 / 50e9 / 0.85
     assert islands.goodput == pytest.approx((1 - (absent_s + 100) / 16 / mean_s) * (1 - 10 / mean_s), abs=1e-5)
     assert [way.name for way in _outlook(None, has_islands=True).ways] == [DISK, ISLANDS]
+
+
+def test_nothing_waits_where_a_machine_always_stands_by() -> None:
+    """However often machines fail: here once a second, so that a hundred thousand are in repair."""
+    failures = Failures(device_hours=128 / HOUR, restart_s=0.5, repair_hours=24.0)
+    endless = replace(_outlook(None), cluster=replace(_outlook(None).cluster, failures=failures))
+    assert endless.waiting(0) == 0.0
+    assert endless.ways[0].goodput == pytest.approx(
+        endless.job.goodput(2.0 * endless.ways[0].num_steps, endless.ways[0].save)
+    )
 
 
 def test_what_a_spare_is_worth() -> None:

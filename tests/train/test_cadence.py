@@ -67,7 +67,7 @@ def _events(folder: Path) -> list[dict[str, Any]]:
     ("keys", "said"),
     [
         ({}, "needs to know how often parts fail: give the cluster a table [failures]"),
-        ({"cluster": {"failures": {"device_hours": 0.01, "restart_s": 60.0}}}, "so nothing ever ends"),
+        ({"cluster": {"failures": {"device_hours": 0.01, "restart_s": 60.0}}}, "so restarts would take longer"),
         (FAILING | {"plan": {"outer": {"tier": "package", "every": 4}}}, "islands (plan.outer) go on apart"),
         (
             FAILING | {"train": {"checkpoint_every": "often"}},
