@@ -211,10 +211,12 @@ class Cluster:
             return ((self, tier.size),)
         bandwidth, latency_s = slowest_link(tier.members, tier.bandwidth_bytes_per_s, tier.latency_s)
         linked = replace(tier, members=(), bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
-        return tuple(
-            (replace(self, device=each.device_of(self.device), tiers=(*inner, linked)), each.count)
-            for each in tier.members
-        )
+        # What fits one member has to fit all: the least memory, less the cluster's headroom.
+        own, found = self.device, []
+        for each in tier.members:
+            device = replace(each.device_of(own), memory_bytes=own.memory_bytes, headroom=own.headroom)
+            found.append((replace(self, device=device, tiers=(*inner, linked)), each.count))
+        return tuple(found)
 
     def resized(self, num_outermost: int) -> "Cluster":
         """This cluster with another number of members on its outermost tier: the first, if they differ.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from terrace.base.errors import ClusterError
+from terrace.base.words import counted
 from terrace.cluster.device import LEAST_RATE, LONGEST_S, MOST_RATE, Device, check_device
 
 _SLOWEST, _FASTEST = 1e-6, 1e6  # factors on a device
@@ -94,6 +95,6 @@ def check_members(tier: str, size: int, members: Sequence[Member], own: Device) 
     described = sum(each.count for each in members)
     if described != size:
         raise ClusterError(
-            f"{where} describe {described} members, and tier {tier!r} has size {size}: give a table for each, or "
-            "change a count"
+            f"{where} describe {counted(described, 'member')}, and tier {tier!r} has size {size}: give a table for "
+            "each, or change a count"
         )

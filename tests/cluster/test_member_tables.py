@@ -43,11 +43,14 @@ def test_a_table_says_device_speed_and_link() -> None:
 
 
 def test_the_least_memory_is_that_of_all() -> None:
-    small = replace(cluster_of(2, 2).device, memory_bytes=1e9)
+    """Whichever member a plan is searched for, it has the room of all, with the headroom of the cluster."""
+    own = replace(cluster_of(2, 2).device, headroom="0.3")
+    small, large = (replace(own, memory_bytes=each, headroom="0.1") for each in (1e9, 1e14))
     tiers = cluster_of(2, 2).tiers
-    members = (Member(), Member(device=small))
-    cluster = replace(cluster_of(2, 2), tiers=(tiers[0], replace(tiers[1], members=members)))
+    members = (Member(count=2), Member(device=small), Member(device=large))
+    cluster = replace(cluster_of(2, 2), device=own, tiers=(tiers[0], replace(tiers[1], size=4, members=members)))
     assert cluster.device.memory_bytes == 1e9
+    assert [each.device.usable_bytes for each, _ in cluster.alike] == [pytest.approx(0.7e9)] * 3
 
 
 def test_alike_members_are_the_cluster_itself() -> None:
@@ -58,7 +61,7 @@ def test_alike_members_are_the_cluster_itself() -> None:
 @pytest.mark.parametrize(
     ("members", "words"),
     [
-        ([{}], r"tiers.node.members describe 1 members, and tier 'node' has size 2: give a table for each"),
+        ([{}], r"tiers.node.members describe 1 member, and tier 'node' has size 2: give a table for each"),
         ([{"count": 3}], r"describe 3 members, and tier 'node' has size 2"),
         ([{"speed": 0}, {}], r"members\[0\].speed = 0(.0)? must be a positive number"),
         ([{}, {"speed": -1.0}], r"members\[1\].speed = -1.0 must be a positive number"),
