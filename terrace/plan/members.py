@@ -138,6 +138,11 @@ def with_shared_size(plan: Plan, layout: Layout, batch: int) -> Plan:
 def num_shared_micros(plan: Plan, layout: Layout, batch: int) -> int:
     """The largest of a plan's shares. Raises `PlanError` unless they add up to a batch of `batch` sequences."""
     ranks = ranks_of_member(plan, layout)
+    if ranks < 1:
+        raise PlanError(
+            f"shares = {list(plan.shares)} are of {counted(len(plan.shares), 'member')}, and the plan has "
+            f"{counted(layout.data_degree, 'data rank')}: give the number of micro-batches of each member"
+        )
     dealt = sum(plan.shares) * ranks * plan.micro_batch
     if dealt != batch:
         wanted, rest = divmod(batch, ranks * plan.micro_batch)

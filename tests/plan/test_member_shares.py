@@ -56,6 +56,8 @@ def test_shares_add_up_to_the_batch() -> None:
         num_micro_batches(plan, layout, 80)
     with pytest.raises(PlanError, match=r"batch = 81: change the batch, or write batch = 64"):
         num_micro_batches(plan, layout, 81)
+    with pytest.raises(PlanError, match=r"are of 9 members, and the plan has 8 data ranks: give the number of"):
+        num_micro_batches(replace(plan, shares=(1,) * 9), layout, 80)
     assert with_shared_size(plan, layout, 8 * 4 * 3).micro_batch == 3
     assert with_shared_size(plan, layout, 33) is plan
     assert (shares_words((5, 3, 3, 1)), shares_words((2,))) == ("5 + 3 x 2 + 1", "2")
