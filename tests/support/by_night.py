@@ -1,8 +1,8 @@
-"""Cases that `make test` leaves to `make test-all`, since another case of the same test fails wherever they would.
+"""Cases that `make test` leaves to `make test-all`, since other cases of the default suite fail wherever they would.
 
 The rest of a grid is marked where the grid is written (tests/support/nightly.py). Here are cases of short lists, which
 took a fifth of the processor time of the suite: each has a sibling in the default suite with the same rule at another
-size, placement, format or signal.
+size, placement, format or signal. Where a whole test is left out, a comment names what tests its parts by day.
 """
 
 from collections.abc import Sequence
@@ -82,8 +82,8 @@ BY_NIGHT: dict[str, tuple[str, ...]] = {
     "planner/test_ends.py": ("test_the_search_is_near_trying_everything_with_stages_without_a_layer[experts]",),
     "planner/test_differing.py": ("test_the_search_is_near_trying_everything[two look-ups-frontier 2x2x2-axes0]",),
     "planner/test_headroom.py": ("test_the_fastest_plans_by_headroom_are_those_of_trying_everything[1.0]",),
+    # The number that the screen advises is that of test_the_fewest_members_are_those_that_searching_every_size_finds.
     "planner/test_least_nodes.py": ("test_the_members_that_are_advised_fit_and_fewer_do_not",),
-    "rl/test_roles_search.py": ("test_bounds_of_roles_never_exceed_their_plans[1]",),
     # The other product stays.
     "test_installed_products.py": (
         "test_without_a_product_tests_of_the_rest_pass[rl]",
