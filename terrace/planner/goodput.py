@@ -17,6 +17,7 @@ from itertools import count, islice
 
 DEAD_S = 5.0  # after which a silent member counts as dead: torchft 0.2, measured; all others stand still for as long
 _MOST = 700.0  # exponents beyond overflow: no work is ever done
+_BELOW_ONE = 1 - 1e-12  # the logarithm of the interval ends at 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +53,10 @@ class Job:
             return 0.0
         series = math.sqrt(2 * stall) * (1 + math.sqrt(stall / 2) / 3 + stall / 18) - stall
         # Above two means between failures the optimum is close to one mean.
-        x = series if 0 < series < 1 else -math.expm1(-1 - stall)
+        x = series if 0 < series < 1 else min(-math.expm1(-1 - stall), _BELOW_ONE)
         for _ in range(50):
             change = (math.log1p(-x) + x + stall) * (1 - x) / x
-            x = min(x + change, (1 + x) / 2)  # never at 1, where the logarithm ends
+            x = min(x + change, (1 + x) / 2, _BELOW_ONE)
             if abs(change) <= 1e-12 * x:
                 break
         return x * self.mean_s

@@ -113,6 +113,11 @@ def test_the_interval_is_between_youngs_and_the_best_of_a_scan(mean_s: float, st
     assert steps == pytest.approx(chosen_s, abs=1.0)
 
 
+@pytest.mark.parametrize("stall_s", [20.0, 37.0, 1e6])
+def test_a_save_longer_than_the_time_between_failures_follows_one_such_time(stall_s: float) -> None:
+    assert Job(mean_s=1.0, restart_s=0.5).best_work_s(Save(stall_s=stall_s)) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize(("mean_min", "work_min"), [(24 * 60, 117.0), (6 * 60, 57.0), (15, 9.1)])
 def test_dalys_published_intervals(mean_min: float, work_min: float) -> None:
     """Figures 3 to 5 of Daly (2006): dumps of five minutes, restarts of ten."""
