@@ -56,7 +56,8 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave to the night what is listed for it, before marks select tests."""
-    mark_by_night(items, whole=not any("::" in word for word in config.args))
+    is_part = any("::" in word for word in config.args) or config.getoption("lf", False)  # --lf: tests that failed
+    mark_by_night(items, whole=not is_part)
 
 
 @pytest.hookimpl(wrapper=True)

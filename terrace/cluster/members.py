@@ -78,19 +78,22 @@ def check_members(tier: str, size: int, members: Sequence[Member], own: Device) 
             raise ClusterError(f"{here}.count = {each.count}: a table describes 1 member or more")
         if not _SLOWEST <= each.speed <= _FASTEST:
             raise ClusterError(
-                f"{here}.speed = {each.speed} must be a positive number, such as 0.5 for half the speed of its device"
+                f"{here}.speed = {each.speed} must be a positive number from {_SLOWEST:g} to {_FASTEST:g}, such as 0.5 "
+                "for half the speed of its device"
             )
         rate, latency_s = each.bandwidth_bytes_per_s, each.latency_s
         if rate is not None and not LEAST_RATE <= rate <= MOST_RATE:
-            raise ClusterError(f"{here}.bandwidth_bytes_per_s = {rate}: give a positive number, in bytes a second")
+            raise ClusterError(
+                f"{here}.bandwidth_bytes_per_s = {rate}: give a positive number up to {MOST_RATE:g}, in bytes a second"
+            )
         if latency_s is not None and not 0 <= latency_s <= LONGEST_S:
-            raise ClusterError(f"{here}.latency_s = {latency_s}: give zero or a positive number of seconds")
+            raise ClusterError(f"{here}.latency_s = {latency_s}: give zero or up to {LONGEST_S:g} seconds")
         if each.device is not None:
             check_device(each.device)
             if each.device.backend != own.backend:
                 raise ClusterError(
                     f"{here}.device has backend {each.device.backend!r} and the cluster's device {own.backend!r}: "
-                    "the devices of a run have one backend"
+                    "the devices of a run have one backend, so give a device of that, or a speed"
                 )
     described = sum(each.count for each in members)
     if described != size:
