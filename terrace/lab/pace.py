@@ -40,7 +40,8 @@ class Pacer(Pace):
     ) -> None:
         if not (math.isfinite(scale) and scale > 0):
             raise ConfigError(f"pace {scale} must be a number above 0: 0.1 makes every link ten times slower")
-        self._cluster, self._scale, self._clock, self._sleep = cluster, scale, clock, sleep
+        # Messages among members with links of their own take the slowest.
+        self._cluster, self._scale, self._clock, self._sleep = cluster.alike[0][0], scale, clock, sleep
         self._lock = threading.Lock()
         self._below = dict[str, float]()  # lane of a medium -> seconds of a byte
         for name, medium in cluster.device.below.items():

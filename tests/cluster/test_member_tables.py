@@ -44,8 +44,8 @@ def test_a_table_says_device_speed_and_link() -> None:
 
 def test_the_least_memory_is_that_of_all() -> None:
     """Whichever member a plan is searched for, it has the room of all, with the headroom of the cluster."""
-    own = replace(cluster_of(2, 2).device, headroom="0.3")
-    small, large = (replace(own, memory_bytes=each, headroom="0.1") for each in (1e9, 1e14))
+    own = replace(cluster_of(2, 2).device, headroom="30%")
+    small, large = (replace(own, memory_bytes=each, headroom="10%") for each in (1e9, 1e14))
     tiers = cluster_of(2, 2).tiers
     members = (Member(count=2), Member(device=small), Member(device=large))
     cluster = replace(cluster_of(2, 2), device=own, tiers=(tiers[0], replace(tiers[1], size=4, members=members)))

@@ -9,6 +9,7 @@ import pytest
 from terrace.base.errors import ClusterError, ConfigError
 from terrace.cluster.below import Medium
 from terrace.cluster.cluster import Cluster, Tier
+from terrace.cluster.members import Member
 from terrace.lab.pace import Pacer
 from terrace.runtime.kept.channel import Paced
 from tests.support.toys import cluster_of
@@ -150,3 +151,11 @@ def test_a_medium_below_the_device_is_held_to_its_share_of_each_rate() -> None:
     begin_s = clock.now_s
     store.write(0, memoryview(piece))
     assert clock.now_s - begin_s == pytest.approx(2 * 2 * 0.5), "a read does not delay a write"
+
+
+def test_members_with_a_slower_link_hold_all() -> None:
+    own = cluster_of(1, 2)
+    *inner, tier = own.tiers
+    slow = Member(bandwidth_bytes_per_s=tier.bandwidth_bytes_per_s / 4, latency_s=2 * tier.latency_s)
+    pacer = Pacer(replace(own, tiers=(*inner, replace(tier, members=(Member(), slow)))), 1.0)
+    assert pacer.least_s(tier.name, 1000) == pytest.approx(2 * tier.latency_s + 4000 / tier.bandwidth_bytes_per_s)
