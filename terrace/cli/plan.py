@@ -136,23 +136,23 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     used = chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
     deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins)
     answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored)
-    _show(options, searched, ties, allowed, plan, loop, answers, deal)
+    _show(options, searched, ties, allowed, plan, loop, answers, deal, given.cluster)
     return 0
 
 
 def _deal(
     given: Task, ties: Ties, loop: Loop | None, search: Callable[[Pins], ProductsFound], pins: Pins
 ) -> Deal | None:
-    """The best shares of unequal members; None if members are alike or no plan can have shares."""
+    """The best shares of unequal members; None if members are alike or no plan with shares is faster."""
     if len(given.cluster.alike) == 1:
         return None
     if loop is not None:
-        return best_deal(given, [(loop.plan, loop.estimate)])
+        return best_deal(given, [(loop.plan, loop.estimate)], loop.estimate.step_s)
     plans = [(_chosen(given, each), each) for each in ties.best]
     with suppress(PlanError):  # a state pinned outside
         inside = search(island_pins(given, pins)).searched  # plans whose states lie inside members can have shares
         plans += [(_chosen(inside.space.task, each), each) for each in inside.found.best]
-    return best_deal(given, plans)
+    return best_deal(given, plans, ties.best[0].step_s)
 
 
 def _scale(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -203,6 +203,7 @@ def _show(
     loop: Loop | None,
     answers: Answers,
     deal: Deal | None,
+    cluster: Cluster,
 ) -> None:
     # The search sees one island; the file and the figures are of all.
     space, best, console = searched.space, ties.best[0], Terminal()
@@ -210,8 +211,9 @@ def _show(
     shown = best
     if loop is not None:
         whole, plan, shown = loop.task, loop.plan, loop.estimate
-    if deal is not None and deal.estimate.step_s < shown.step_s:
+    if deal is not None:
         whole, plan, shown = deal.task, deal.plan, deal.estimate
+    whole = replace(whole, cluster=cluster)  # the search saw the slowest member alone
     outcome = _write(whole, plan, shown, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{filled(task_words(whole))}\n")
     of = "" if loop is None else "of an island "

@@ -18,6 +18,7 @@ from terrace.model.config import load_model, parse_model
 from terrace.model.facts import family_of, is_dense
 from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
+from terrace.report.members import devices_words
 from terrace.train.planned import Planned, num_machines
 
 
@@ -87,8 +88,7 @@ def task_words(task: Task) -> str:
     return (
         f"{family_of(task.model)} decoder of {size} parameters{active}, {counted(task.batch, 'sequence')} x "
         f"{counted(task.sequence, 'token')} a step, in {task.compute}{narrow}\n"
-        f"cluster {task.cluster.name}: {tiers} = {task.cluster.world_size} x "
-        f"{task.cluster.device.name}"
+        f"cluster {task.cluster.name}: {tiers} = {devices_words(task.cluster)}"
     )
 
 

@@ -136,14 +136,14 @@ def _estimate(estimate: Estimate, found: Prediction, num_micros: int) -> Estimat
     )
 
 
-def best_deal(task: Task, plans: Iterable[tuple[Plan, Estimate]]) -> Deal | None:
-    """The fastest of `plans` with their best shares; None if none of them can have any."""
+def best_deal(task: Task, plans: Iterable[tuple[Plan, Estimate]], most_s: float) -> Deal | None:
+    """The fastest of `plans` with their best shares; None if no step of them is shorter than `most_s`."""
     found: Deal | None = None
     for plan, estimate in plans:
         with suppress(PlanError):
             each = deal(task, plan, estimate)
-            if found is None or each.estimate.step_s < found.estimate.step_s:
-                found = each
+            if each.estimate.step_s < most_s:
+                found, most_s = each, each.estimate.step_s
     return found
 
 

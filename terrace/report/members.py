@@ -1,8 +1,19 @@
-"""Words about unequal members: what shares of a batch bring."""
+"""Words about unequal members: their devices, and what shares of a batch bring."""
 
 from terrace.base.words import counted, seconds
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.members import Member
 from terrace.planner.members import Deal
+
+
+def devices_words(cluster: Cluster) -> str:
+    """Number, name and speed of a cluster's devices: `16 x A100 + 8 x H100 at 0.9 of its speed`."""
+    tier, words = cluster.tiers[-1], list[str]()
+    for each in tier.members or (Member(count=tier.size),):
+        number = each.count * cluster.world_size // tier.size
+        speed = "" if each.speed == 1 else f" at {each.speed:g} of its speed"
+        words.append(f"{number} x {(each.device or cluster.device).name}{speed}")
+    return " + ".join(words)
 
 
 def unequal_words(cluster: Cluster, deal: Deal | None) -> str:
@@ -12,8 +23,8 @@ def unequal_words(cluster: Cluster, deal: Deal | None) -> str:
         return ""
     if deal is None:
         return (
-            f"members of tier {tier.name} differ, and no plan that was found can have shares: the batch has fewer "
-            "micro-batches than members, or messages cross the tier in every micro-batch"
+            f"members of tier {tier.name} differ, and no plan with shares is faster than equal shares: speeds are too "
+            "close, the batch has fewer micro-batches than members, or messages cross the tier in every micro-batch"
         )
     shares, longest_s = deal.plan.shares, max(deal.waits_s)
     if not shares:
@@ -23,8 +34,6 @@ def unequal_words(cluster: Cluster, deal: Deal | None) -> str:
             f"{seconds(deal.even_s)}, so {deal.gain:.2f} times the tokens a second"
         )
     each = f"shares = {list(shares)} of the {counted(tier.size, 'member')} of tier {tier.name}"
-    if len(set(shares)) == 1:
-        return f"{each}: no others are faster"
     return (
         f"{each}: step {seconds(deal.estimate.step_s)}, with equal shares {seconds(deal.even_s)}, so {deal.gain:.2f} "
         f"times the tokens a second; member {deal.waits_s.index(longest_s)} waits longest for the slowest, "

@@ -39,3 +39,16 @@ def test_a_plan_with_shares_is_written_and_is_the_step_that_simulate_plays(
 def test_alike_members_say_nothing(here: Planning) -> None:
     code, out, _ = here.say("plan", "--nodes", "2", "--best", "1")
     assert (code, "shares" in out) == (0, False)
+
+
+def test_the_file_keeps_members_that_equal_shares_suit(here: Planning) -> None:
+    """The search sees the slower member alone; the file and the screen have both."""
+    close = ("--nodes", "2", "--cluster.tiers.system.members", "[{ speed = 1.0 }, { speed = 0.999 }]")
+    code, out, _ = here.say("plan", *close, "--axes", "data", "--best", "1", batch=16)
+    assert code == 0
+    words = " ".join(out.split())
+    assert re.search(r"= (\d+) x (.+?) \+ \1 x \2 at 0.999 of its speed", words), words
+    assert "no plan with shares is faster than equal shares: speeds are too close" in words
+    run = resolve(None, {"plan": "plan.toml"}, {})
+    assert run.plan.shares == ()
+    assert [each.speed for each in run.cluster.tiers[-1].members] == [1.0, 0.999]

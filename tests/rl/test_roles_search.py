@@ -101,7 +101,7 @@ def test_the_search_finds_what_pricing_everything_finds(seed: int, ahead: bool) 
     assert seconds == sorted(seconds)
 
 
-@pytest.mark.parametrize("seed", [1, *nightly(0, *range(2, 20))])
+@pytest.mark.parametrize("seed", [4, *nightly(*range(4), *range(5, 20))])
 def test_bounds_of_roles_never_exceed_their_plans(seed: int) -> None:
     """Seconds of training and of scores, which frozen roles alone have, and bytes of states."""
     flow, cluster = random_case(seed, False)
