@@ -23,8 +23,8 @@ def unequal_words(cluster: Cluster, deal: Deal | None) -> str:
         return ""
     if deal is None:
         return (
-            f"members of tier {tier.name} differ, and no plan with shares is faster than equal shares: speeds are too "
-            "close, the batch has fewer micro-batches than members, or messages cross the tier in every micro-batch"
+            f"members of tier {tier.name} differ, and no plan with shares is faster: equal ones suit the speeds, the "
+            "batch has fewer micro-batches than members, or messages cross the tier in every micro-batch"
         )
     shares, longest_s = deal.plan.shares, max(deal.waits_s)
     if not shares:
@@ -34,6 +34,8 @@ def unequal_words(cluster: Cluster, deal: Deal | None) -> str:
             f"{seconds(deal.even_s)}, so {deal.gain:.2f} times the tokens a second"
         )
     each = f"shares = {list(shares)} of the {counted(tier.size, 'member')} of tier {tier.name}"
+    if len(set(shares)) == 1:
+        return f"{each}: no others are faster"
     return (
         f"{each}: step {seconds(deal.estimate.step_s)}, with equal shares {seconds(deal.even_s)}, so {deal.gain:.2f} "
         f"times the tokens a second; member {deal.waits_s.index(longest_s)} waits longest for the slowest, "

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from terrace.cli import plan
 from terrace.cli.main import main
 from terrace.train.resolve import resolve
 from tests.support.planning import Planning, here
@@ -41,14 +42,14 @@ def test_alike_members_say_nothing(here: Planning) -> None:
     assert (code, "shares" in out) == (0, False)
 
 
-def test_the_file_keeps_members_that_equal_shares_suit(here: Planning) -> None:
+def test_the_file_keeps_members_where_no_plan_has_shares(here: Planning, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search sees the slower member alone; the file and the screen have both."""
-    close = ("--nodes", "2", "--cluster.tiers.system.members", "[{ speed = 1.0 }, { speed = 0.999 }]")
-    code, out, _ = here.say("plan", *close, "--axes", "data", "--best", "1", batch=16)
+    monkeypatch.setattr(plan, "best_deal", lambda *_: None)
+    code, out, _ = here.say("plan", *UNEQUAL, "--axes", "data", "--best", "1", batch=16)
     assert code == 0
     words = " ".join(out.split())
-    assert re.search(r"= (\d+) x (.+?) \+ \1 x \2 at 0.999 of its speed", words), words
-    assert "no plan with shares is faster than equal shares: speeds are too close" in words
+    assert re.search(r"= (\d+) x (.+?) \+ \1 x \2 at 0.3 of its speed", words), words
+    assert "members of tier system differ, and no plan with shares is faster" in words
     run = resolve(None, {"plan": "plan.toml"}, {})
     assert run.plan.shares == ()
-    assert [each.speed for each in run.cluster.tiers[-1].members] == [1.0, 0.999]
+    assert [each.speed for each in run.cluster.tiers[-1].members] == [1.0, 0.3]
