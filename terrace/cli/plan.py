@@ -205,15 +205,13 @@ def _show(
     deal: Deal | None,
     cluster: Cluster,
 ) -> None:
-    # The search sees one island; the file and the figures are of all.
+    # The search sees one island and the slowest member; the file and the figures are of all.
     space, best, console = searched.space, ties.best[0], Terminal()
-    task = whole = space.task
-    shown = best
+    task, whole, shown = space.task, replace(space.task, cluster=cluster), best
     if loop is not None:
-        whole, plan, shown = loop.task, loop.plan, loop.estimate
+        whole, plan, shown = replace(loop.task, cluster=cluster), loop.plan, loop.estimate
     if deal is not None:
         whole, plan, shown = deal.task, deal.plan, deal.estimate
-    whole = replace(whole, cluster=cluster)  # the search saw the slowest member alone
     outcome = _write(whole, plan, shown, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{filled(task_words(whole))}\n")
     of = "" if loop is None else "of an island "
