@@ -134,7 +134,7 @@ def _ring(model: "ShardedModel", stage: Stage) -> Iterator[Buffer]:
     size = ring_bytes(model.plan, [model.flats[block] for block in stage.held])
     if size:
         yield Buffer("ring of states kept below", "buffers", size)
-    if model.leaving:
+    if model.leaving.intersection(stage.own):
         size = passing_bytes(model.plan, model.input_numel)
         yield Buffer("ring of inputs kept below", "buffers", size)
 

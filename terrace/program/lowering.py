@@ -105,7 +105,8 @@ def sharded(
     model = ShardedModel(cluster=cluster, plan=plan, layout=layout, blocks=sliced, sequence=sequence)
     if model.leaving and sequence < 1:
         raise PlanError(
-            f"keep.activations = {plan.keep.activations!r} needs the length of a sequence, by which activations go"
+            f"keep.activations = {plan.keep.activations!r} needs the length of a sequence, from which sizes of "
+            "activations follow: name it as `sequence`"
         )
     if mesh.total("pipeline") > 1 or model.leaving:
         edge_of(model.tensor, model.blocks)  # raises if its size is not known

@@ -107,8 +107,8 @@ ALONE = RankSetup()
 class Workload:
     """Steps of `num_micros` micro-batches under a plan on a cluster; a plan with `shares` has numbers of its own.
 
-    Tensor and pipeline axes need the length of a `sequence`. `program` is a rank's own order of instructions, built
-    for the same values. Unless `is_verified`, rank 0 verifies the stages against each other.
+    Tensor and pipeline axes and `keep.activations` need the length of a `sequence`. `program` is a rank's own order of
+    instructions, built for the same values. Unless `is_verified`, rank 0 verifies the stages against each other.
     """
 
     cluster: Cluster
@@ -137,11 +137,12 @@ class Workload:
                 raise ProgramError(
                     "the program was built for another cluster, plan, model, number of micro-batches or stage"
                 )
-            # Without activations in messages the length changes nothing.
-            if given.model.sequence != sequence and (given.model.tensor.degree > 1 or given.stage.num_stages > 1):
+            # Where no activation is sent or kept below the device the length changes nothing.
+            moves = given.model.tensor.degree > 1 or given.stage.num_stages > 1 or given.model.leaving
+            if given.model.sequence != sequence and moves:
                 raise ProgramError(
                     f"the program was built for sequences of {given.model.sequence} tokens, the engine is asked for "
-                    f"{sequence}: its messages are activations; build it for the same length"
+                    f"{sequence}: it moves activations; build it for the same length"
                 )
             program = given
         elif rank == 0 and mesh.total("pipeline") > 1 and not self.is_verified:

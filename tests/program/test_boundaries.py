@@ -17,6 +17,7 @@ from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
 from terrace.program.verify import verify
 from terrace.program.verify_ranks import verify_ranks
+from terrace.runtime.setup import Workload
 from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.held_activations import activation_bytes, activations_by_block
 from tests.support.toys import MODELS, cluster_of
@@ -72,6 +73,14 @@ def test_each_input_leaves_once_and_comes_back_ahead_of_its_backward(changes: di
     flying = changes.get("unit", 1)
     if len(found) == 1:
         assert found[0].most_inputs_below == flying * len(LAYERS)
+
+
+def test_a_stage_that_no_input_leaves_has_no_buffer_for_one() -> None:
+    plan = kept(replace(KEEP, blocks=("layers.0",)), **PIPELINE, schedule="1f1b")
+    found, bare = programs(plan), programs(replace(plan, keep=Keep()))
+    more = [each.state_bytes["buffers"] - other.state_bytes["buffers"] for each, other in zip(found, bare, strict=True)]
+    assert more == [2 * 4096, 0]
+    assert [each.most_inputs_below for each in found] == [2, 0]
 
 
 @pytest.mark.parametrize("recompute", [(), ("layers.*",), ("layers.* every 2",), ("*",)])
@@ -166,5 +175,16 @@ def test_inputs_that_cannot_leave_are_refused(keep: Keep, words: str) -> None:
 
 
 def test_the_length_of_a_sequence_is_needed() -> None:
-    with pytest.raises(PlanError, match=r"keep\.activations = 'disk' needs the length of a sequence"):
+    words = r"keep\.activations = 'disk' needs the length of a sequence, .*: name it as `sequence`"
+    with pytest.raises(PlanError, match=words):
         build(CLUSTER, kept(), BLOCKS, 1)
+
+
+def test_a_program_for_another_length_is_refused_before_a_step() -> None:
+    cluster = cluster_of(1)
+    plan = replace(preset("ddp", cluster), keep=KEEP)
+    given = build(cluster, plan, BLOCKS, 1, SEQUENCE)
+    work = Workload(cluster=cluster, plan=plan, num_micros=1, sequence=SEQUENCE, program=given)
+    assert work.program_of(0, BLOCKS) is given
+    with pytest.raises(ProgramError, match=r"built for sequences of 32 tokens, the engine is asked for 64"):
+        replace(work, sequence=64).program_of(0, BLOCKS)

@@ -18,7 +18,7 @@ from terrace.runtime.batch import Batch, places_of
 from terrace.runtime.engine import Engine
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
-from tests.support.toys import MODELS, cluster_of, make_batch
+from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
 
 ADAMW = OptimizerConfig(lr=1e-2)
 BATCH = 24  # divides by every world size here
@@ -50,7 +50,10 @@ def make(
     return Engine(
         Blocks(blocks, declared=MODELS[model].declared),
         Workload(
-            cluster=cluster, plan=replace(preset(plan, cluster), update=optimizer.update, **changes), num_micros=1
+            cluster=cluster,
+            plan=replace(preset(plan, cluster), update=optimizer.update, **changes),
+            num_micros=1,
+            sequence=SEQUENCE,
         ),
         MODELS[model].objective,
         Training(optimizer=optimizer, balance=balance or BalanceConfig()),

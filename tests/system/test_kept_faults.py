@@ -17,12 +17,13 @@ from terrace.checkpoint.writing import save
 from terrace.launch.start import LocalPool, World
 from terrace.plan.keep import MARK_BYTES, Keep
 from terrace.runtime.engine import Engine
-from tests.support.checkpoints import make, train
+from tests.support.checkpoints import BATCH, make, train
 
 STATES = {
     "optimizer": Keep(optimizer="disk", piece=128),
     "params": Keep(params="disk", piece=128),
     "grads": Keep(grads="disk", piece=128),
+    "activations": Keep(activations="disk", piece=128),
 }
 Call = Callable[[int, Sequence[Any], int], int]  # preadv(2) or pwritev(2): handle, buffers, offset
 Fault = Callable[[Call, int, Sequence[Any], int], int]
@@ -83,7 +84,7 @@ def broken(name: str, fault: Fault, after: int) -> Iterator[None]:
 
 
 def engine_of(world: World, state: str, folder: Path, scale: float = 9) -> Engine:
-    stored = {"keep": STATES[state]}
+    stored = {"keep": STATES[state], "micro_batch": BATCH}
     return make(world, (1,), "ddp", "fp32", scale, "llama tied", stored=stored, keep_folder=folder)
 
 
