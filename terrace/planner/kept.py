@@ -88,7 +88,7 @@ class KeptSearch:
         found = self._search(space)
         on_device_s, task = _step_s(found), space.task
         media = self._asked or ([] if found.searched.found.best else [*task.cluster.device.below])
-        rows = (_ASKED, *_ROWS[1:]) if self._asked else _ROWS
+        rows = (_ASKED, *(row for row in _ROWS if not set(row) <= set(_ASKED))) if self._asked else _ROWS
         has_layers = any(is_layer(task.blocks, index) for index in range(1, len(task.blocks)))
         for row in rows if task.keep == ALL_ON_DEVICE else ():
             tried = [states for states in row if has_layers or "activations" not in states]
@@ -114,12 +114,16 @@ class KeptSearch:
         if math.isnan(before_s):  # of the user's own plan
             return ""
         where = "; ".join(
-            f"{', '.join(_NAMES[state] for state in task.keep.on(medium))} are kept on the {medium}"
+            f"{_listed([_NAMES[state] for state in task.keep.on(medium)])} are kept on the {medium}"
             for medium in task.keep.media
         )
         if math.isinf(before_s):
             return f"nothing fits on the device alone: {where} (docs/offload.md)"
         return f"{where}, as allowed: step {seconds(step_s)}, {seconds(before_s)} without"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def lanes_words(task: Task, best: Estimate) -> str:

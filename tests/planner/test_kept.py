@@ -119,7 +119,7 @@ def test_unasked_inputs_of_layers_leave_where_states_below_do_not_help() -> None
     every = ("params", "grads", "optimizer", "activations")
     assert used == [(), ("optimizer",), ("params", "optimizer"), ("optimizer", "activations"), every]
     assert chosen is not None
-    assert "optimizer states, inputs of layers are kept on the host" in kept.words(*chosen)
+    assert "parameters, gradients, optimizer states and inputs of layers are kept on the host" in kept.words(*chosen)
     least = 24 * (1 << 16) * 1024 * 2  # bytes of all inputs: layers, tokens, hidden size, bf16
     full = replace(HOST, memory_bytes=least + 3.9e9)  # beside the states
     bare = replace(LONG.cluster, device=replace(LONG.cluster.device, below={"host": full}))
