@@ -4,11 +4,22 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from terrace.launch.start import LocalPool, World
 from tests.support.tiny_runs import losses, metrics, terrace
+
+if TYPE_CHECKING:
+    from examples.graph import Graph
+    from terrace.train.trainer_report import TrainerReport
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -120,6 +131,94 @@ def test_a_table_on_two_ranks_ranks_clicks_as_well() -> None:
     assert done.returncode == 0, done.stderr
     table, logistic = (float(each) for each in re.findall(r"(?:network|regression) (0\.\d+)", done.stdout)[:2])
     assert table > logistic + 0.02 > 0.62, done.stdout
+
+
+def test_a_graph_is_cut_evenly_and_copies_weigh_as_much_as_their_node() -> None:
+    from examples.graph import loss_weights, planted_partition, vertex_cut
+
+    graph = planted_partition(400, 0)
+    # Vectors that number the nodes show which nodes a part copies.
+    parts = vertex_cut(replace(graph, vectors=torch.arange(400)), 4)
+    edges = torch.cat([part.vectors[part.edges] for part in parts], 1)
+    assert torch.equal(torch.unique(edges, dim=1), graph.edges)
+    assert edges.shape == graph.edges.shape
+    assert max(part.edges.shape[1] for part in parts) <= 1.05 * graph.edges.shape[1] / 4
+    weights = torch.zeros(400, dtype=torch.double)
+    for number, part in enumerate(parts):
+        weights.index_add_(0, part.vectors, loss_weights(parts, number).double())
+    labels = sum(int(part.trained.sum()) for part in parts)
+    # In all, each node has the same weight, and nodes with labels have as much as there are labels.
+    assert weights == pytest.approx(weights[0].item())
+    assert float(weights[graph.trained].sum()) == pytest.approx(labels)
+
+
+@contextmanager
+def in_doubles() -> Iterator[None]:
+    torch.set_default_dtype(torch.double)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float)
+
+
+def train_a_part(world: World, graph: "Graph", steps: int) -> "tuple[dict[str, Tensor], TrainerReport]":
+    from examples.graph import train
+
+    with in_doubles():
+        _, layers, report = train(graph, steps, 0, lambda words: None)
+    return nn.ModuleList(layers).state_dict(), report
+
+
+def test_parts_of_a_graph_are_trained_as_by_the_weighted_mean_and_send_gradients_alone(pool: LocalPool) -> None:
+    from examples.graph import LR, make_layers, planted_partition, vertex_cut
+
+    graph = planted_partition(300, 0)
+    graph = replace(graph, vectors=graph.vectors.double())
+    with in_doubles():
+        layers = make_layers(0)
+    wanted = nn.ModuleList(layers)
+    optimizer = torch.optim.AdamW(wanted.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
+    for _ in range(3):
+        losses = []
+        for part in vertex_cut(graph, 2):
+            matrix = torch.zeros(len(part.classes), len(part.classes), dtype=torch.double)
+            matrix[part.edges[0], part.edges[1]] = matrix[part.edges[1], part.edges[0]] = 1
+            nodes, degrees = part.vectors, matrix.sum(1, keepdim=True)
+            for layer in layers:
+                nodes = layer.activation(layer.own(nodes) + layer.near(matrix @ nodes / degrees))
+            each = nn.functional.cross_entropy(nodes, part.classes, reduction="none")
+            losses.append((each * degrees[:, 0] / part.degrees)[part.trained].sum())
+        optimizer.zero_grad()
+        (torch.stack(losses).sum() / graph.trained.sum()).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(wanted.parameters(), 1.0)
+        optimizer.step()
+    num = sum(each.numel() for each in wanted.parameters())
+    for found, report in pool.run(2, train_a_part, graph, 3):
+        for name, value in wanted.state_dict().items():
+            assert float((found[name] - value).abs().max()) < 1e-10, name
+        # A ring's sum: each of two ranks sends half of the fp64 gradient twice. Control is a few numbers.
+        sent = {message.value: count for (message, _), count in report.measured.sent_bytes.items() if count}
+        assert sent.pop("sync") == 2 * num * 8 // 2
+        assert sent.keys() == {"control"}
+        assert report.predicted is not None
+        assert report.measured.sent_bytes == report.predicted.sent_bytes
+
+
+@pytest.mark.nightly  # three processes that import torch, three times
+@pytest.mark.parametrize("seed", range(3))
+def test_two_parts_of_a_graph_classify_as_well_as_the_whole(seed: int) -> None:
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.graph", "--seed", str(seed)]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    parts, whole = (float(each) for each in re.findall(r"of the (?:parts|whole graph) (0\.\d+)", done.stdout))
+    assert parts > whole - 0.01 > 0.9, done.stdout
 
 
 def test_a_cluster_is_described_and_its_plans_are_read_in_python() -> None:
