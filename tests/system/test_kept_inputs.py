@@ -34,7 +34,7 @@ def same_bits(pool: LocalPool, plan: Plan, keep: Keep = INPUTS, **changes: Any) 
 @pytest.mark.parametrize(
     ("placement", "schedule", "recompute", "keep"),
     in_turns(
-        8,
+        13,
         ("ddp", "zero3", "three-level"),
         ("", "1f1b", "zbv", "interleaved:2"),
         ((), ("*",), ("block.* every 2",)),

@@ -341,7 +341,7 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("how", "code", "said"),
-    [("SIGINT", 130, "interrupted"), ("SIGTERM to all", 143, ENDED), *nightly(("SIGTERM", 143, ENDED))],
+    [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, ENDED), *nightly(("SIGTERM to all", 143, ENDED))],
 )
 def test_a_signal_ends_a_run_in_order(tmp_path: Path, how: str, code: int, said: str) -> None:
     """Having saved after its last step. A job may send the signal to every process of it."""
