@@ -17,11 +17,11 @@ from terrace.probe.findings import Finding
 from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words
 from terrace.simulate.bands import band_of
-from terrace.simulate.fullest import Job, fullest_stage
+from terrace.simulate.fullest import fullest_stage
 from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.planned import torchrun
-from terrace.train.prediction import checked_programs, resolved_run
+from terrace.train.prediction import checked_programs, job_of, resolved_run
 
 _LIMIT = 24  # plans that the doctor plays, as many as terrace plan
 # The start of a run must not wait for a search. On up to _SMALL_WORLD ranks, _FEW simulations take a few tenths of a
@@ -48,7 +48,7 @@ def check_run(run: RunConfig, machine: Machine, plan_command: str) -> list[Findi
 
 
 def _memory(run: RunConfig, plan_command: str) -> Finding:
-    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    job = job_of(run)
     stage, needed = fullest_stage(job, run.blocks(), run.train.sequence)
     device, total = run.cluster.device, sum(needed.values())
     of_stage = f" on stage {stage}" if any(row.get("pipeline") for row in run.plan.mapping.values()) else ""
@@ -65,6 +65,11 @@ def _memory(run: RunConfig, plan_command: str) -> Finding:
 
 
 def _remedy(run: RunConfig, limit: int, plan_command: str = "") -> str:
+    if run.teacher.is_online:  # the planner knows no teacher, so its plans might not fit either
+        return (
+            "shard the teacher further (teacher.plan), name a smaller one, or keep its most probable tokens instead "
+            "(teacher.top_k)"
+        )
     if run.plan.outer.has_islands:  # a search of islands needs bounds of their loop
         return "terrace plan --outer searches the plans of islands that fit"
     # Of all starts only one that is refused searches for more nodes.
@@ -98,7 +103,7 @@ def _place(run: RunConfig, machine: Machine) -> Iterator[Finding]:
 
 def _local_bytes(run: RunConfig) -> int:
     # Local ranks share this machine's memory.
-    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    job = job_of(run)
     rank_bytes = sum(fullest_stage(job, run.blocks(), run.train.sequence, "cpu")[1].values())
     return run.cluster.world_size * rank_bytes
 
@@ -122,7 +127,7 @@ def check_memory_here(run: RunConfig, device_bytes: Sequence[int], memory_bytes:
     """
     run, ranks = resolved_run(run), run.cluster.world_size
     if len(device_bytes) >= ranks:
-        job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+        job = job_of(run)
         needed = sum(fullest_stage(job, run.blocks(), run.train.sequence, "cuda")[1].values())
         have, words = min(device_bytes), "a rank needs about"
     else:
@@ -155,9 +160,11 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
     except PlanError as error:
         yield Finding(level="fine", about="speed", words=f"the planner cannot price this plan ({error})")
         return
+    # The planner prices the student alone.
+    alone = " without the teacher" if run.teacher.is_online else ""
     step, waits = f"{seconds(slow.step_s)} {band_of(run.cluster, run.plan)}", f"{100 * slow.share:.0f} %"
     mean = " in the mean of a cycle" if run.plan.outer.has_islands else ""
-    words = f"predicted step {step}{mean}, of which {waits} wait for messages on tier {slow.tier}"
+    words = f"predicted step {step}{alone}{mean}, of which {waits} wait for messages on tier {slow.tier}"
     fix = "" if better is None else f"{_better_words(task, better, slow)}; to have it written: {plan_command}"
     yield Finding(level="note" if slow.is_most else "fine", about="speed", words=words, fix=fix)
 

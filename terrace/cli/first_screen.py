@@ -20,12 +20,11 @@ from terrace.report.step_sections import blocks_section, bytes_section, memory_s
 from terrace.report.step_view import StepView, step_words
 from terrace.report.tables import plan_summary
 from terrace.runtime.compiled import compiles_words
-from terrace.simulate.fullest import Job
 from terrace.simulate.worst_load import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob
-from terrace.train.prediction import checked_programs, forget_programs
+from terrace.train.prediction import checked_programs, forget_programs, job_of
 from terrace.train.rates import rate_words
 from terrace.train.rules import parts_words
 
@@ -92,7 +91,7 @@ def _folded(words: str) -> str:
 
 def _warnings(run: RunConfig) -> list[str]:
     # With `verbose`, each is printed below the table that it is about.
-    job = Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros())
+    job = job_of(run)
     found = (
         worst_words(job, run.blocks(), run.train.sequence),
         few_exchanges(run.cluster, run.plan, run.train.steps),

@@ -87,7 +87,7 @@ def cost_of(predicted: Prediction) -> Cost:
     step = predicted.step
     memory = max((program.state_bytes for program in predicted.programs), key=lambda each: sum(each.values()))
     if isinstance(step.work, Work):
-        job = Job(cluster=step.cluster, plan=step.plan, num_micros=step.num_micros)
+        job = Job(cluster=step.cluster, plan=step.plan, num_micros=step.num_micros, beside=step.beside)
         fullest = fullest_stage(job, step.blocks, step.sequence)[1]
         memory = max(fullest, memory, key=lambda each: sum(each.values()))
     return Cost(

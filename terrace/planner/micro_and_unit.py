@@ -57,7 +57,7 @@ def _of_size(step: Step, work: Work, size: int, num_micros: int, free_unit: bool
 def _of_unit(step: Step) -> tuple[float, Step] | None:
     # Other omitted values affect memory too, but the numbers are chosen for the plan as given.
     known = resolved(step)
-    job = Job(cluster=known.cluster, plan=known.plan, num_micros=known.num_micros)
+    job = Job(cluster=known.cluster, plan=known.plan, num_micros=known.num_micros, beside=known.beside)
     _, memory = fullest_stage(job, step.blocks, step.sequence)
     if sum(memory.values()) > step.cluster.device.usable_bytes:
         return None

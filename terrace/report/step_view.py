@@ -23,7 +23,7 @@ from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.recorded import RecordedStep, record_predicted
 from terrace.simulate.step import Prediction, idle_s, predict_step
 from terrace.train.config import RunConfig
-from terrace.train.prediction import step_of
+from terrace.train.prediction import job_of, step_of
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class StepView:
 
     @property
     def job(self) -> Job:
-        return Job(cluster=self.run.cluster, plan=self.run.plan, num_micros=self.run.num_micros())
+        return job_of(self.run)
 
     @cached_property
     def orders(self) -> Orders:
@@ -100,10 +100,10 @@ class StepView:
 
     @cached_property
     def path_words(self) -> str:
-        """The critical path in words, and of a pipeline how long stages wait for other stages."""
-        recorded = self.recorded
+        """The critical path in words, what it leaves out, and of a pipeline how long stages wait for other stages."""
+        recorded, before = self.recorded, self._beside_words
         if not self.is_pipelined:
-            return critical_words(recorded.path)
+            return f"{critical_words(recorded.path)}{before}"
         path, reports = recorded.path, recorded.prediction.reports
         idle = [idle_s(report) / (report.step_s or 1.0) for report in reports]
         # The busiest stage is the one that waits least for others.
@@ -111,7 +111,14 @@ class StepView:
         return (
             f"{path_words(path.seconds, path.step_s)}. Stages wait for other stages for "
             f"{100 * recorded.prediction.bubble:.1f} % of the step in the mean, stage {most} most "
-            f"({100 * idle[most]:.1f} %), stage {least} least ({100 * idle[least]:.1f} %)."
+            f"({100 * idle[most]:.1f} %), stage {least} least ({100 * idle[least]:.1f} %).{before}"
+        )
+
+    @property
+    def _beside_words(self) -> str:
+        beside_s = max((sum(each.time_s.values()) for each in self.predicted.step.beside), default=0.0)
+        return f" Neither path nor timeline has the teacher's forward before the step ({seconds(beside_s)})." * bool(
+            self.predicted.step.beside
         )
 
     @property

@@ -9,10 +9,9 @@ members in which a rank sends B bytes, of a message of n/(n - 1) B, takes
 with the rate that messages of this size reach (`terrace.simulate.links`). A collective over several tiers takes the sum
 over them, since each hop waits for the one before. Coding and decoding block formats is bound by memory: bytes read and
 written over the share of the bandwidth that codecs reach, before and after the message on its lane. The constants are
-the cluster's; its `marks` say whether they are preset, measured or fitted.
-
-A block may have several flat buffers (terrace.plan.flats): each is a separate message with its own members and padding,
-and they are sent one at a time. Messages inside a block are priced by `terrace.simulate.inside`.
+the cluster's; its `marks` say whether they are preset, measured or fitted. A block may
+have several flat buffers (terrace.plan.flats): each is a separate message with its own members and padding, and they
+are sent one at a time. Messages inside a block are priced by `terrace.simulate.inside`.
 """
 
 import math
@@ -72,6 +71,7 @@ class Costs:
     rounds: tuple[Rounds, ...] = ()  # of each block's attention, which hide messages of context ranks; empty: none
     routed: tuple[RoutedSeconds, ...] = ()  # of each block between its routed messages; empty: none are sent
     operations_s: tuple[float, ...] = ()  # of each block, what is recomputed where not all of it is; empty: nothing
+    drains: bool = False  # whether refreshes end before the next step begins, as another model then runs
 
     def recompute_s(self, block: int) -> float:
         """Seconds of recomputation in a block's backward."""

@@ -61,9 +61,18 @@ def _time(program: "Program", costs: "Costs") -> dict[str, float]:
     for act, event in plays[behind_clip(plays) :]:
         act(rank, event)
     rank.time_s = defaultdict(float)
+    if costs.drains:
+        drain(rank)
     for act, event in plays:
         act(rank, event)
     return dict(rank.time_s)
+
+
+def drain(rank: Rank) -> None:
+    """Wait for every refresh, as before the forward of another model, which uses the same links."""
+    for moment in rank.refreshes.values():
+        rank.wait(moment, "wait refresh")
+    rank.refreshes.clear()
 
 
 def behind_clip(plays: Sequence[Move]) -> int:

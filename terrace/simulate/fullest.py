@@ -9,6 +9,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.program.report import StepReport
 from terrace.program.schedules.counts import most_due, most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
@@ -18,11 +19,12 @@ from terrace.simulate.step import Step, resolved
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A plan on a cluster, with the number of micro-batches per step."""
+    """A plan on a cluster, the number of micro-batches per step, and what runs beside its steps (`Step.beside`)."""
 
     cluster: Cluster
     plan: Plan
     num_micros: int
+    beside: tuple[StepReport, ...] = ()
 
 
 def fullest_stage(
@@ -45,7 +47,19 @@ def stage_footprints(
     backend: Backend | None = None,
     load: float = LOAD_FACTOR,
 ) -> list[dict[str, int]]:
-    """Footprint of one rank of each stage; `backend` defaults to the device's, `load` is as in `footprint`."""
+    """Footprint of one rank of each stage, with what another model beside the steps holds.
+
+    `backend` defaults to the device's, `load` is as in `footprint`.
+    """
+    found = _own_footprints(job, blocks, sequence, backend, load)
+    if not job.beside:
+        return found
+    return [{**own, **other.memory_bytes} for own, other in zip(found, job.beside, strict=True)]
+
+
+def _own_footprints(
+    job: Job, blocks: tuple[BlockSpec, ...], sequence: int, backend: Backend | None, load: float
+) -> list[dict[str, int]]:
     cluster, plan, num_micros = job.cluster, job.plan, job.num_micros
     num_stages = Mesh.of(cluster, plan).total("pipeline")
     kinds = Kinds.of(blocks)

@@ -14,7 +14,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
 from terrace.program.recording import COMPUTE, Recording, Span, below_lane
 from terrace.simulate.below import WAIT, Moment
-from terrace.simulate.events import behind_clip, check_alone, price
+from terrace.simulate.events import behind_clip, check_alone, drain, price
 from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Rank
 
@@ -36,8 +36,11 @@ def record(program: "Program", costs: "Costs") -> Recording:
         rank = Recorder(program)
         nothing, started, done = Rank.nothing, rank.started_s.append, rank.done_s.append
         # Spans of the end of the step before are kept, since its messages may overlap this one.
-        for begin in (behind_clip(plays), 0):
+        for is_last, begin in enumerate((behind_clip(plays), 0)):
             rank.restart()
+            if is_last and costs.drains:
+                rank.position = 0
+                drain(rank)
             for position, (act, event) in enumerate(plays[begin:], begin):
                 # As `begin`.
                 started(now_s := rank.now_s)

@@ -21,7 +21,7 @@ from terrace.program.instruction import Instruction
 from terrace.program.recording import COMPUTE, Recording
 from terrace.program.report import StepReport
 from terrace.simulate.cost import Costs
-from terrace.simulate.events import price_distinct
+from terrace.simulate.events import drain, price_distinct
 from terrace.simulate.moves import Channels, Reader, Role, passes_of
 from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Passes, Rank
@@ -159,7 +159,7 @@ class Pipeline:
         kinds = [rank if only in (None, index) else Rank for index in range(len(programs))]
         self.ranks = [kind(program) for kind, program in zip(kinds, programs, strict=True)]
         self.begun_s = [0.0] * len(programs)  # the wall's time at which each stage began its step
-        self.channels = Channels(programs)
+        self.channels, self.drains = Channels(programs), costs[0].drains
         self.moves = []
         for program, cost, kind in zip(programs, costs, kinds, strict=True):
             # Every instruction is recorded.
@@ -176,6 +176,8 @@ class Pipeline:
                     rank.restart()
                 elif isinstance(rank, _Noting):
                     rank.begun_s, rank.notes = self.begun_s[index], is_last
+                if is_last and self.drains:
+                    drain(rank)
             self.step(is_end=not is_last)
         return [dict(rank.time_s) for rank in self.ranks]
 

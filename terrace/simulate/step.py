@@ -351,7 +351,7 @@ def _with_cycle(steady: Prediction) -> Prediction:
 
 
 def _played(step: Step, programs: Sequence[Program], known: Costs | None = None) -> Prediction:
-    costs, times_s = play_stages(programs, step.work, known)
+    costs, times_s = play_stages(programs, step.work, known, drains=bool(step.beside))
     return Prediction(
         step=step,
         times_s=tuple(times_s),
@@ -362,13 +362,13 @@ def _played(step: Step, programs: Sequence[Program], known: Costs | None = None)
 
 
 def play_stages(
-    programs: Sequence[Program], work: Work | Sequence[float], known: Costs | None = None
+    programs: Sequence[Program], work: Work | Sequence[float], known: Costs | None = None, *, drains: bool = False
 ) -> tuple[list[Costs], list[dict[str, float]]]:
     """Costs of the programs of all stages, and seconds by category, played together; `work` as in `Step`.
 
-    `known` are prices of blocks that the programs share.
+    `known` are prices of blocks that the programs share; with `drains`, refreshes end before the next step begins.
     """
-    costs = stage_costs(programs, work, known)
+    costs = [replace(each, drains=drains) if drains else each for each in stage_costs(programs, work, known)]
     return costs, [step_seconds(programs[0], costs[0])] if len(programs) == 1 else stages_seconds(programs, costs)
 
 

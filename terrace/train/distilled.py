@@ -131,6 +131,7 @@ class Taught(Learning):
         found = super().ready(batches, engine)
         for beside in self._beside:
             # Before the teacher gathers over groups on which the student's refreshes are still under way.
+            drain_s = time.perf_counter()
             engine.drain()
             begin_s = time.perf_counter()
             hidden, matrix = beside.run([micro.to(engine.device) for micro in batches.beside])
@@ -138,7 +139,8 @@ class Taught(Learning):
             micros = list[Batch](found.micros)
             if hidden:
                 micros = [replace(micro, columns={HIDDEN: own}) for micro, own in zip(micros, hidden, strict=True)]
-            found = found._replace(micros=micros, time_s={NAME: time.perf_counter() - begin_s})
+            time_s = {"wait refresh": begin_s - drain_s, NAME: time.perf_counter() - begin_s}
+            found = found._replace(micros=micros, time_s=time_s)
         return found
 
     def figures(self, step: int, engine: Engine) -> dict[str, dict[str, float]]:

@@ -33,6 +33,7 @@ from terrace.runtime.head import cap_
 from terrace.runtime.hidden import OutputMatrix
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
+from terrace.train.weights import version_of
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -77,7 +78,8 @@ def likeliest_of(
     written, or if they are not there and the run only looks (not `keeps`).
     """
     sources, samples = batches.used(run.train.steps)
-    facts = _facts(run, batches, sources, samples)
+    # Only rank 0 reads and writes them.
+    facts = _facts(run, batches, sources, samples) if engine.rank == 0 else {}
     is_there = engine.comm.exchange(_kept_facts(job.folder) == facts if engine.rank == 0 else False)[0]
     if not is_there:
         if not keeps:
@@ -181,6 +183,7 @@ def _facts(run: RunConfig, batches: Batches, sources: Ids, samples: Ids) -> dict
     teacher = run.teacher
     return {
         "teacher": teacher.model,
+        "version": version_of(teacher.model),
         "top_k": teacher.top_k,
         "temperature": teacher.temperature,
         "sequence": run.train.sequence,

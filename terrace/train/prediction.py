@@ -17,6 +17,7 @@ from terrace.program.report import StepReport
 from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.beside import forward_beside
 from terrace.simulate.footprint import work_of
+from terrace.simulate.fullest import Job
 from terrace.simulate.held_activations import activation_bytes, activations_by_block
 from terrace.simulate.members import predict_member
 from terrace.simulate.step import Prediction, Step, resolved
@@ -92,6 +93,12 @@ def _beside(run: RunConfig, cluster: Cluster | None) -> tuple[StepReport, ...]:
     return forward_beside(step, run.plan, run.mesh.total("pipeline"))
 
 
+def job_of(run: RunConfig) -> Job:
+    """The run's plan, with what runs beside its steps, as its memory is counted."""
+    beside = _beside(run, None)
+    return Job(cluster=run.cluster, plan=run.plan, num_micros=run.num_micros(), beside=beside)
+
+
 def with_numbers(run: RunConfig, free: Collection[str]) -> RunConfig:
     """The run with the numbers `free` of its plan (micro-batch, unit) that have the shortest predicted step and fit."""
     # Imported here: most runs have their numbers, so that nothing is searched.
@@ -137,10 +144,13 @@ def checked_programs(config: RunConfig) -> list[Program]:
     verify_stages(programs)
     for share in set(step.plan.shares) - {step.num_micros}:  # of members with fewer micro-batches
         verify_stages(build_stages(step.cluster, step.plan, step.blocks, share, step.sequence))
+    beside = [sum(each.memory_bytes.values()) for each in step.beside] or [0] * len(programs)
+    for program, of_teacher in zip(programs, beside, strict=True):
+        _check_beside(program, of_teacher)
     # A pipeline keeps several micro-batches in flight, and the schedule decides how many.
     if len(programs) > 1:
-        for program in programs:
-            _check_activations(config, program)
+        for program, of_teacher in zip(programs, beside, strict=True):
+            _check_activations(config, program, of_teacher)
     _newest[:] = [(step, programs)]
     return programs
 
@@ -176,8 +186,19 @@ def kept_activations(config: RunConfig, program: Program) -> int:
     )
 
 
-def _check_activations(config: RunConfig, program: Program) -> None:
-    device, kept, states = config.cluster.device, kept_activations(config, program), sum(program.state_bytes.values())
+def _check_beside(program: Program, of_teacher: int) -> None:
+    device, states = program.cluster.device, sum(program.state_bytes.values())
+    if of_teacher and states + of_teacher > device.usable_bytes:
+        raise PlanError(
+            f"the teacher takes {quantity(of_teacher, 'B')} a rank beside {quantity(states, 'B')} of the student's "
+            f"model state, and a plan may take {device.room_words} of the device: shard the teacher further "
+            "(teacher.plan), name a smaller one, or keep its most probable tokens instead (teacher.top_k)"
+        )
+
+
+def _check_activations(config: RunConfig, program: Program, of_teacher: int) -> None:
+    device, kept = config.cluster.device, kept_activations(config, program)
+    states = sum(program.state_bytes.values()) + of_teacher
     if kept + states > device.usable_bytes:
         raise PlanError(
             f"stage {program.stage.index} keeps {quantity(kept, 'B')} of activations beside {quantity(states, 'B')} of "

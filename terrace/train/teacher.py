@@ -7,7 +7,8 @@ from typing import Any
 from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.schema import read_table
 from terrace.model.blocks import block_specs, reading_hidden
-from terrace.model.facts import has_scalar_head, vocabulary_size
+from terrace.model.config import ModelConfig
+from terrace.model.facts import has_scalar_head, longest_row, rope_limit, vocabulary_size
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.context import is_context_parallel
 from terrace.plan.handed_rows import Held
@@ -84,9 +85,24 @@ def check_teacher(run: RunConfig) -> None:
             f"teacher.model = {teacher.model!r} has a vocabulary of {its:,} tokens, and the model one of {own:,}: a "
             "student learns probabilities of the same tokens: name a teacher with its tokenizer and vocabulary"
         )
+    _check_positions(run, model)
     if teacher.top_k >= own:
         raise ConfigError(f"teacher.top_k = {teacher.top_k} must be below the {own:,} tokens of the vocabulary, or 0")
     _check_places(run, teacher_plan(run))
+
+
+def _check_positions(run: RunConfig, model: ModelConfig) -> None:
+    named, sequence = f"teacher.model = {run.teacher.model!r}", run.train.sequence
+    if 0 < (most := longest_row(model)) < sequence:
+        raise ModelError(
+            f"train.sequence = {sequence} is longer than the {most} positions of {named}: use at most {most}, or name "
+            "another teacher"
+        )
+    if run.has_documents and 0 < (limit := rope_limit(model)) < sequence:
+        raise ModelError(
+            f"train.sequence = {sequence}: beyond {limit} positions the RoPE of {named} depends on the longest row, "
+            f"and rows hold several documents: use at most {limit}, whole rows of one document, or another teacher"
+        )
 
 
 def _check_places(run: RunConfig, plan: Plan) -> None:

@@ -1,6 +1,5 @@
 """The section `[teacher]` of a run: a model whose distributions a student learns. Needs no torch."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +12,8 @@ from terrace.model.config import ModelConfig, load_model, parse_model
 
 DISTILL = "distill"  # of train.objective
 _RUN, _PUBLISHED = "config.toml", "config.json"
-_MOST = 1e3  # a temperature at which all distributions are even: a guess
+# Temperatures at which distributions have one token, or are even: guesses.
+_LEAST, _MOST = 1e-3, 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class TeacherConfig:
     model: str = ""  # folder of the teacher: of a run, or of Hugging Face
     plan: str = "zero3"  # name or file of the plan of its forward, on the ranks of the run
     weight: float = 0.9  # of its distributions, above 0 and at most 1; the labels have the rest
-    temperature: float = 1.0  # by which both models' logits are divided, for its part of the loss
+    temperature: float = 1.0  # by which both models' logits are divided, for its part of the loss; 0.001 to 1000
     top_k: int = 0  # 0: it runs before each step; else its k likeliest tokens are found once, before the first
 
     def check(self) -> None:
@@ -32,10 +32,10 @@ class TeacherConfig:
             raise ConfigError(
                 f"teacher.weight = {self.weight} must be above 0 and at most 1: it is the teacher's part of the loss"
             )
-        if not 0 < self.temperature <= _MOST or not math.isfinite(self.temperature):
+        if not _LEAST <= self.temperature <= _MOST:  # nan is not
             raise ConfigError(
-                f"teacher.temperature = {self.temperature} must be above 0 and at most {_MOST:g}: logits are divided "
-                "by it"
+                f"teacher.temperature = {self.temperature} must be at least {_LEAST:g} and at most {_MOST:g}: logits "
+                "are divided by it"
             )
         if self.top_k < 0:
             raise ConfigError(f"teacher.top_k = {self.top_k} must be 0, or a number of tokens")
@@ -64,7 +64,7 @@ def teacher_model(folder: str) -> ModelConfig:
     path = Path(folder)
     if (path / _RUN).is_file():
         table = read_table(path / _RUN)
-        if "model" not in table:
+        if not isinstance(table.get("model"), Mapping):
             raise ConfigError(f"teacher.model = {folder!r}: its {_RUN} has no model, so it is no run folder")
         return parse_model(table["model"])
     if (path / _PUBLISHED).is_file():

@@ -1,16 +1,24 @@
 """`terrace train` with a teacher: beside the steps and from kept tokens, predicted and measured, resumed, refused."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from terrace.base.errors import TerraceError
+from terrace.base.errors import PlanError, TerraceError
 from terrace.data.tokenizer import ByteTokenizer
+from terrace.report.step_view import StepView
+from terrace.simulate.fullest import fullest_stage
+from terrace.simulate.recorded import record_predicted
+from terrace.simulate.step import predict_step
+from terrace.train.config import RunConfig
+from terrace.train.prediction import checked_programs, job_of, resolved_run, step_of
 from terrace.train.resolve import resolve
 from terrace.train.runs import read_run
 from terrace.train.teacher_keys import teacher_model
-from terrace.train.weights import check_values
+from terrace.train.weights import check_values, version_of
 from tests.support.tiny_runs import losses, metrics, terrace, write_run
 
 pytestmark = pytest.mark.timeout(360)
@@ -77,6 +85,66 @@ def test_kept_tokens_give_nearly_the_loss_of_the_teacher_and_a_resume_the_same_b
     assert "likeliest" not in done.stdout, "they were found before"
 
 
+def taught_run(here: Path, plan: str, **overrides: dict[str, object]) -> RunConfig:
+    own = {"train": {"objective": "distill"}, "teacher": {"model": str(here / "teacher")}}
+    return resolve(str(here / "run.toml"), {"plan": plan}, own | overrides)
+
+
+def test_a_teacher_that_does_not_fit_is_refused_before_the_run(here: Path) -> None:
+    run = taught_run(here, "zero3")
+    (report,) = predict_step(step_of(run)).reports
+    own, held = sum(report.memory_bytes.values()), report.memory_bytes["teacher"]
+    assert fullest_stage(job_of(run), run.blocks(), run.train.sequence)[1]["teacher"] == held
+
+    def on_device(room: float) -> RunConfig:
+        return replace(run, cluster=replace(run.cluster, device=replace(run.cluster.device, memory_bytes=room)))
+
+    checked_programs(on_device(own))
+    with pytest.raises(PlanError, match=r"the teacher takes .* a rank beside .* of the student's model state") as found:
+        checked_programs(on_device(own - 1))
+    assert "\n" not in str(found.value)
+    view = StepView(resolved_run(on_device(own)), checked_programs(on_device(own)))
+    assert "does not fit" in view.misfit  # activations and the process are missing
+    assert "the teacher's forward before the step" in view.path_words
+
+
+def test_refreshes_have_ended_when_the_predicted_teacher_begins(here: Path) -> None:
+    predicted = predict_step(step_of(taught_run(here, "zero1")))
+    (times_s,), (recording,) = predicted.times_s, record_predicted(predicted).recordings
+    # A recording is the same step without the teacher.
+    assert recording.report.step_s + times_s["teacher"] == pytest.approx(predicted.step_s)
+    assert times_s["wait refresh"] > 0
+    step = recording.spans[recording.first :]
+    computes_s = min(span.start_s for span in step if span.category == "forward")
+    own_lane = [span for span in recording.spans[: recording.first] if span.lane >= 0]
+    assert own_lane, "refreshes of the step before"
+    assert max(span.end_s for span in own_lane) <= computes_s
+    assert times_s["wait refresh"] == pytest.approx(max(span.end_s for span in own_lane))
+    alone = predict_step(replace(step_of(taught_run(here, "zero1")), beside=()))
+    assert alone.times_s[0].get("wait refresh", 0.0) < times_s["wait refresh"], "alone, some are hidden"
+
+
+def test_a_teacher_with_fewer_positions_is_refused(here: Path) -> None:
+    gpt = {"model_type": "gpt2", "vocab_size": 257, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+    (here / "gpt").mkdir()
+    (here / "gpt" / "config.json").write_text(json.dumps(gpt))
+    with pytest.raises(TerraceError, match=r"train.sequence = 16 is longer than the 8 positions of teacher.model = "):
+        taught_run(here, "zero3", teacher={"model": str(here / "gpt")})
+    (here / "file").mkdir()
+    (here / "file" / "config.toml").write_text('model = "config.json"')
+    with pytest.raises(TerraceError, match=r"its config.toml has no model, so it is no run folder"):
+        taught_run(here, "zero3", teacher={"model": str(here / "file")})
+
+
+def test_other_weights_in_a_teachers_folder_are_seen(here: Path, tmp_path: Path) -> None:
+    shutil.copytree(here / "teacher", tmp_path / "teacher")
+    before = version_of(str(tmp_path / "teacher"))
+    assert before == version_of(str(here / "teacher"))
+    (manifest,) = (tmp_path / "teacher" / "checkpoints").glob("*/manifest.json")
+    manifest.write_text(manifest.read_text() + " ")
+    assert version_of(str(tmp_path / "teacher")) != before
+
+
 def test_another_tokenizer_is_named(here: Path) -> None:
     other = ByteTokenizer()
     other.fingerprint = "another-1"
@@ -92,8 +160,10 @@ WRONG = [
     ({"train": {"objective": "distill"}}, "needs a teacher: give its folder"),
     ({"teacher": {"weight": 0.0}}, "teacher.weight = 0.0 must be above 0 and at most 1"),
     ({"teacher": {"weight": 1.5}}, "teacher.weight = 1.5 must be above 0 and at most 1"),
-    ({"teacher": {"temperature": 0.0}}, "teacher.temperature = 0.0 must be above 0"),
-    ({"teacher": {"temperature": -1.0}}, "teacher.temperature = -1.0 must be above 0"),
+    ({"teacher": {"temperature": 0.0}}, "teacher.temperature = 0.0 must be at least 0.001"),
+    ({"teacher": {"temperature": -1.0}}, "teacher.temperature = -1.0 must be at least 0.001"),
+    ({"teacher": {"temperature": 1e-30}}, "teacher.temperature = 1e-30 must be at least 0.001"),
+    ({"teacher": {"temperature": float("nan")}}, "teacher.temperature = nan must be at least 0.001"),
     ({"teacher": {"top_k": -1}}, "teacher.top_k = -1 must be 0, or a number"),
     ({"teacher": {"top_k": 257}}, "teacher.top_k = 257 must be below the 257 tokens"),
     ({"teacher": {"mix": 0.5}}, "unknown key teacher.mix"),
