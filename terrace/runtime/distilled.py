@@ -133,7 +133,7 @@ class Distilled(TokenObjective):
     def _targets(self, batch: Batch) -> Targets:
         if HIDDEN in batch.columns:
             return of_hidden(batch.columns[HIDDEN].flatten(0, 1), self.matrix, self.blend.temperature)
-        return of_likeliest(batch.columns[IDS].flatten(0, 1), batch.columns[LOG_PROBS].flatten(0, 1))
+        return of_top_tokens(batch.columns[IDS].flatten(0, 1), batch.columns[LOG_PROBS].flatten(0, 1))
 
 
 def distilled(blend: Blend) -> Distilled:
@@ -151,7 +151,7 @@ def of_hidden(hidden: Tensor, matrix: OutputMatrix, temperature: float) -> Targe
     return targets
 
 
-def of_likeliest(ids: Tensor, log_probs: Tensor) -> Targets:
+def of_top_tokens(ids: Tensor, log_probs: Tensor) -> Targets:
     """Targets from the teacher's k most probable tokens (N, k) and their log-probabilities at the temperature."""
 
     def targets(tokens: Tensor, log_q: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
-"""Training from a teacher: its forward beside every step, or its likeliest tokens from a file in the run folder.
+"""Training from a teacher: its forward beside every step, or its most probable tokens from a file in the run folder.
 
 Online, the teacher is a second model on the ranks of the run, under a plan of its own (terrace.runtime.beside). Its
 forward runs between two steps, when the student's parameters have been refreshed: both engines use the same process
 groups. Offline, it runs once over every sample of the run, before the first step, and is freed
-(terrace.train.likeliest).
+(terrace.train.top_tokens).
 """
 
 import time
@@ -25,11 +25,11 @@ from terrace.runtime.objective import Objective
 from terrace.runtime.setup import Blocks, RankSetup, Workload
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
-from terrace.train.likeliest import Likeliest, likeliest_of
 from terrace.train.micro_batches import MicroBatches, StepBatches
 from terrace.train.pairs import Learning
 from terrace.train.teacher import num_teacher_micros, teacher_blocks, teacher_plan
 from terrace.train.teacher_keys import DISTILL, teacher_model
+from terrace.train.top_tokens import TopTokens, top_tokens_of
 from terrace.train.weights import values_in
 
 _TIMEOUTS = 2  # as that of a step: longer than the watchdog's, which names the culprit
@@ -75,7 +75,7 @@ class Taught(Learning):
         super().__init__(run, batches)
         self._loss = distilled(Blend(weight=run.teacher.weight, temperature=run.teacher.temperature))
         self._beside: list[ForwardBeside] = []  # online
-        self._kept: list[Likeliest] = []  # offline
+        self._kept: list[TopTokens] = []  # offline
 
     @property
     def objective(self) -> Objective:
@@ -91,7 +91,7 @@ class Taught(Learning):
         *,
         keeps: bool = True,
     ) -> None:
-        """Make the teacher, and offline let it find the likeliest tokens of every sample, unless they are kept already.
+        """Make the teacher; offline, let it find the most probable tokens of every sample unless they are kept already.
 
         Raises `TrainingError` if they cannot be written, and as reading the teacher does.
         """
@@ -106,17 +106,17 @@ class Taught(Learning):
                 )
             ]
             return
-        self._kept = [likeliest_of(run, batches, job, lambda: teacher_engine(run, engine), note, idle, engine, keeps)]
+        self._kept = [top_tokens_of(run, batches, job, lambda: teacher_engine(run, engine), note, idle, engine, keeps)]
 
     def fed(self, made: MicroBatches) -> Callable[[int], StepBatches]:
-        """Returns the function that makes the batches of a step: those of both models, or with the likeliest tokens."""
+        """Returns the function that makes the batches of a step: of both models, or with the most probable tokens."""
         if self._kept:
-            return lambda step: self._with_likeliest(step, made.step(step))
+            return lambda step: self._with_top_tokens(step, made.step(step))
         (beside,) = self._beside
         own = MicroBatches(self._batches, beside.engine.program, beside.engine.rank, pinned=False)
         return lambda step: made.step(step)._replace(beside=own.step(step).micros)
 
-    def _with_likeliest(self, step: int, batches: StepBatches) -> StepBatches:
+    def _with_top_tokens(self, step: int, batches: StepBatches) -> StepBatches:
         (kept,), size = self._kept, self._run.plan.micro_batch
         sources, samples = self._batches.places_of(step, *self._place, size)
         ids, log_probs = (torch.split(each, size) for each in kept.of(sources, samples))

@@ -93,7 +93,7 @@ def test_any_chunk_gives_the_loss_of_whole_logits(
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
-def test_the_likeliest_tokens_stand_for_a_teacher_that_leaves_the_rest_to_the_student() -> None:
+def test_the_most_probable_tokens_stand_for_a_teacher_that_leaves_the_rest_to_the_student() -> None:
     tokens, vocab, k = 12, 30, 5
     head, blend = head_of(vocab), Blend(weight=0.8, temperature=2.0)
     x, labels, hidden, matrix = drawn(tokens, vocab, torch.float64)

@@ -82,7 +82,7 @@ def test_kept_tokens_give_nearly_the_loss_of_the_teacher_and_a_resume_the_same_b
     done = terrace("train", "--resume", "whole", cwd=here)
     assert done.returncode == 0, done.stderr
     assert losses(here / "whole") == whole
-    assert "likeliest" not in done.stdout, "they were found before"
+    assert "most probable" not in done.stdout, "they were found before"
 
 
 def taught_run(here: Path, plan: str, **overrides: dict[str, object]) -> RunConfig:

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a teacher, found once for every sample of a run and kept in its folder.
+"""The most probable tokens of a teacher, found once for every sample of a run and kept in its folder.
 
 The file `teacher.ids.npy` has the ids of the k most probable next tokens of every position, (samples, S, k), and
 `teacher.log_probs.npy` their log-probabilities at the temperature, in fp32. `teacher.json` says of which teacher and
@@ -43,8 +43,8 @@ IDS, LOG_PROBS, FACTS = "teacher.ids.npy", "teacher.log_probs.npy", "teacher.jso
 Array = npt.NDArray[Any]
 
 
-class Likeliest:
-    """The likeliest tokens of samples, from mapped files. `sources` and `samples` are in ascending order."""
+class TopTokens:
+    """The most probable tokens of samples, from mapped files. `sources` and `samples` are in ascending order."""
 
     def __init__(self, folder: Path, sources: Ids, samples: Ids) -> None:
         """Raises `CheckpointError` for a file that cannot be read or has another shape."""
@@ -62,7 +62,7 @@ class Likeliest:
         return torch.from_numpy(self._ids[at].astype(np.int32)), torch.from_numpy(np.array(self._log_probs[at]))
 
 
-def likeliest_of(
+def top_tokens_of(
     run: RunConfig,
     batches: Batches,
     job: RunJob,
@@ -71,8 +71,8 @@ def likeliest_of(
     idle: Callable[[str], None],
     engine: "Engine",
     keeps: bool,
-) -> Likeliest:
-    """The likeliest tokens of all samples of a run: from its folder, or else found by `teacher` and kept there.
+) -> TopTokens:
+    """The most probable tokens of all samples of a run: from its folder, or else found by `teacher` and kept there.
 
     Every rank calls this. `note` gets lines for the user, `idle` the progress. Raises `TrainingError` if they cannot be
     written, or if they are not there and the run only looks (not `keeps`).
@@ -87,14 +87,14 @@ def likeliest_of(
         each = 2 if _fits_16_bits(run) else 4
         size = len(samples) * run.train.sequence * run.teacher.top_k * (each + 4)
         note(
-            f"the teacher finds the {run.teacher.top_k} likeliest tokens of {counted(len(samples), 'sequence')}, "
+            f"the teacher finds the {run.teacher.top_k} most probable tokens of {counted(len(samples), 'sequence')}, "
             f"{quantity(size, 'B')} in the run folder"
         )
         made = teacher()
         _Writer(run, batches, job.folder, made, idle).write(sources, samples, facts)
         made.close()
         engine.comm.exchange(True)  # all ranks, before any reads what rank 0 has written
-    return Likeliest(job.folder, sources, samples)
+    return TopTokens(job.folder, sources, samples)
 
 
 class _Writer:
@@ -163,13 +163,13 @@ class _Writer:
                 batch = batch.with_places(first + begin)
             micros.append(batch.to(teacher.device))
         hidden, matrix = teacher.hidden(micros)
-        found = [_likeliest(each, matrix, run.teacher.temperature, run.teacher.top_k) for each in hidden]
+        found = [_most_probable(each, matrix, run.teacher.temperature, run.teacher.top_k) for each in hidden]
         return [torch.cat(parts).cpu() for parts in zip(*found, strict=True)]
 
 
 @torch.no_grad()
-def _likeliest(hidden: Tensor, matrix: OutputMatrix, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """Ids, int32, and log-probabilities, fp32, of the k likeliest tokens after hidden states (B, S, H)."""
+def _most_probable(hidden: Tensor, matrix: OutputMatrix, temperature: float, k: int) -> tuple[Tensor, Tensor]:
+    """Ids, int32, and log-probabilities, fp32, of the k most probable tokens after hidden states (B, S, H)."""
     flat, ids, log_probs = hidden.flatten(0, 1), [], []
     for rows in slices(len(flat), chunk_rows(len(matrix.weight), flat.device.type)):
         logits = cap_(flat[rows] @ matrix.weight.t(), matrix.cap)
