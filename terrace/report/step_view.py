@@ -101,7 +101,7 @@ class StepView:
     @cached_property
     def path_words(self) -> str:
         """The critical path in words, what it leaves out, and of a pipeline how long stages wait for other stages."""
-        recorded, before = self.recorded, self._beside_words
+        recorded, before = self.recorded, _beside_words(self.recorded.prediction)
         if not self.is_pipelined:
             return f"{critical_words(recorded.path)}{before}"
         path, reports = recorded.path, recorded.prediction.reports
@@ -112,13 +112,6 @@ class StepView:
             f"{path_words(path.seconds, path.step_s)}. Stages wait for other stages for "
             f"{100 * recorded.prediction.bubble:.1f} % of the step in the mean, stage {most} most "
             f"({100 * idle[most]:.1f} %), stage {least} least ({100 * idle[least]:.1f} %).{before}"
-        )
-
-    @property
-    def _beside_words(self) -> str:
-        beside_s = max((sum(each.time_s.values()) for each in self.predicted.step.beside), default=0.0)
-        return f" Neither path nor timeline has the teacher's forward before the step ({seconds(beside_s)})." * bool(
-            self.predicted.step.beside
         )
 
     @property
@@ -208,3 +201,11 @@ def sources_words(cluster: Cluster) -> str:
     named = {cluster.device.name: cluster.device.source, **{tier.name: tier.source for tier in cluster.tiers}}
     known = "; ".join(f"{name}: {source}" for name, source in named.items() if source)
     return f"Sources: {known}." if known else ""
+
+
+def _beside_words(prediction: Prediction) -> str:
+    """A sentence on what runs before the step, which recordings leave out; "" for nothing."""
+    if not prediction.step.beside:
+        return ""
+    beside_s = max(sum(each.time_s.values()) for each in prediction.step.beside)
+    return f" Neither path nor timeline has the teacher's forward before the step ({seconds(beside_s)})."
