@@ -1,7 +1,6 @@
 """Initial values from a folder that a run of Terrace or `save_pretrained` has left."""
 
 from collections.abc import Callable
-from hashlib import sha256
 from pathlib import Path
 
 from torch import Tensor
@@ -51,20 +50,6 @@ def check_values(folder: str, model: ModelConfig, tokenizer: Tokenizer, key: str
             f"{key} = {folder!r} has another tokenizer ({fingerprint}, not {tokenizer.fingerprint}): "
             f"{trained_otherwise(fingerprint, tokenizer)}"
         )
-
-
-def version_of(folder: str) -> list[str]:
-    """What changes when other values are written to the folder of a model: texts that are only compared.
-
-    A run folder has the digest of its newest checkpoint's manifest, which has those of all values; a Hugging Face
-    folder, sizes and times of its files.
-    """
-    path = Path(folder)
-    if (path / "config.toml").is_file():
-        newest = _newest(path).folder
-        return [newest.name, sha256((newest / "manifest.json").read_bytes()).hexdigest()]
-    stats = [(each.name, each.stat()) for each in sorted(path.glob("*.safetensors"))]
-    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
 
 
 def _newest(folder: Path) -> Checkpoint:
