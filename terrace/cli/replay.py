@@ -14,7 +14,7 @@ from terrace.train.runs import read_trained
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the table of a step; returns 0."""
-    config = read_trained(options.folder, "which draws anew: replay takes a run of terrace train")
+    config = read_trained(options.folder, "which draws anew: replay takes a run of terrace train", teaches=True)
     if not 1 <= options.step <= config.train.steps:
         raise ConfigError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")
     from terrace.checkpoint.layout import complete, step_of

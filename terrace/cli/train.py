@@ -18,7 +18,7 @@ from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.launch.refusals import refusals_told
 from terrace.train.effects import check_effects, file_layers
-from terrace.train.layers import section
+from terrace.train.layers import section, with_teacher
 from terrace.train.rates import check_rate
 from terrace.train.resolve import fitted_run, parse_run
 from terrace.train.runs import table_to_resume
@@ -73,4 +73,4 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     outer = plan.get("outer") if isinstance(plan, dict) else None
     if isinstance(outer, dict) and "preset" in outer:
         table["plan"] = {key: each for key, each in table["plan"].items() if key != "outer"}
-    return lay_over(table, with_ranks(options.ranks, overrides, table.get("cluster")))
+    return with_teacher(lay_over(table, with_ranks(options.ranks, overrides, table.get("cluster"))))

@@ -107,15 +107,17 @@ def read_run(folder: Path) -> RunFolder:
     )
 
 
-def read_trained(folder: Path, why: str) -> RunConfig:
-    """The configuration of a run of `terrace train`. `why` completes the error for a run of another command.
+def read_trained(folder: Path, why: str, *, teaches: bool = False) -> RunConfig:
+    """The configuration of a run of `terrace train`, with its teacher if the command `teaches`: repeats its loss.
+
+    `why` completes the error for a run of another command.
 
     Raises as `read_run` does.
     """
     run = read_run(folder)
     if not isinstance(run, TrainedFolder):
         raise ConfigError(f"{folder} is a run of terrace {run.command}, {why}")
-    return run.config
+    return checked_run(_table(folder)) if teaches else run.config
 
 
 def table_to_resume(folder: Path, command: str) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """`terrace train` with a teacher: beside the steps and from kept tokens, predicted and measured, resumed, refused."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from terrace.base.errors import PlanError, TerraceError
+from terrace.base.schema import read_table
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.report.step_view import StepView
 from terrace.simulate.fullest import fullest_stage
@@ -61,6 +63,11 @@ def test_a_run_with_a_teacher_sends_and_holds_what_was_predicted(here: Path) -> 
     # An evaluation is of the labels alone, so that runs with and without a teacher can be compared.
     last = metrics(run)[-1]
     assert last["eval"]["holdout"]["loss"] == pytest.approx(last["teacher"]["cross_entropy"], rel=0.05)
+    # A replayed step has the teacher's loss.
+    replayed = terrace("replay", "online", "--step", "2", cwd=here)
+    assert replayed.returncode == 0, replayed.stderr
+    (found,) = re.findall(r"step 2: loss ([0-9.]+), gradient norm", replayed.stdout)
+    assert float(found) == pytest.approx(losses(run)[1], rel=1e-4)
     # Whoever uses the model needs no teacher any more.
     (here / "teacher").rename(here / "away")
     assert read_run(run).context == 16
@@ -80,9 +87,10 @@ def test_kept_tokens_give_nearly_the_loss_of_the_teacher_and_a_resume_the_same_b
     words = ("--train.steps", "4", "--teacher.top_k", "200", "--train.checkpoint_every", "2")
     whole = losses(taught(here, "whole", *words))
     (here / "whole" / "checkpoints" / "step-00000004" / "manifest.json").unlink()
-    done = terrace("train", "--resume", "whole", cwd=here)
+    done = terrace("train", "--resume", "whole", "--teacher.model", "teacher", cwd=here)
     assert done.returncode == 0, done.stderr
     assert losses(here / "whole") == whole
+    assert read_table(here / "whole" / "config.toml")["teacher"]["model"] == str(here / "teacher"), "from any folder"
     assert "most probable" not in done.stdout, "they were found before"
 
 
