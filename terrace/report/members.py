@@ -1,9 +1,13 @@
 """Words about unequal members: their devices, and what shares of a batch bring."""
 
+from typing import TYPE_CHECKING
+
 from terrace.base.words import counted, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.members import Member
-from terrace.planner.members import Deal
+
+if TYPE_CHECKING:  # commands that show a cluster need no planner
+    from terrace.planner.members import Deal
 
 
 def devices_words(cluster: Cluster) -> str:
@@ -16,7 +20,7 @@ def devices_words(cluster: Cluster) -> str:
     return " + ".join(words)
 
 
-def unequal_words(cluster: Cluster, deal: Deal | None) -> str:
+def unequal_words(cluster: Cluster, deal: "Deal | None") -> str:
     """The shares, what equal ones would take, and who waits; why there are none; "" if members are alike."""
     tier = cluster.tiers[-1]
     if len(cluster.alike) == 1:

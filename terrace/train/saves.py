@@ -74,11 +74,11 @@ class Saves(Hook):
 
         Returns the seconds for which this rank stood still.
         """
+        # Messages under way are waited for here instead of in the next step, so they are no part of the stall.
+        self._rank.engine.drain()
         self._rank.dog.idle("saving a checkpoint")
         if self._saver.is_under_way:
             self._rank.observer.note(f"step {step}: waiting for the checkpoint before, which is still being written")
-        # Messages under way are waited for here instead of in the next step, so they are no part of the stall.
-        self._rank.engine.drain()
         begin_s = time.perf_counter()
         self._saver.start(step, best)
         stall_s = time.perf_counter() - begin_s
