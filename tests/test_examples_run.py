@@ -24,6 +24,21 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+def on_two_ranks(module: str, *words: str) -> str:
+    """What an example prints under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m"]
+    done = subprocess.run(
+        [*torchrun, module, *words],
+        cwd=EXAMPLES.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def test_the_table_names_every_example_and_how_to_run_it() -> None:
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| \[([\w.]+)\]\(\1\) \| `([^`]+)` \|", text, re.M)
@@ -119,18 +134,9 @@ def test_a_table_ranks_clicks_better_than_one_number_a_row() -> None:
 
 @pytest.mark.nightly  # three processes that import torch; on ranks, tables are tested in system/test_tables.py
 def test_a_table_on_two_ranks_ranks_clicks_as_well() -> None:
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.click_through", "--ranks", "2"]
-    done = subprocess.run(
-        [sys.executable, *words, "--rows", "1000", "--steps", "150"],
-        cwd=EXAMPLES.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    table, logistic = (float(each) for each in re.findall(r"(?:network|regression) (0\.\d+)", done.stdout)[:2])
-    assert table > logistic + 0.02 > 0.62, done.stdout
+    said = on_two_ranks("examples.click_through", "--ranks", "2", "--rows", "1000", "--steps", "150")
+    table, logistic = (float(each) for each in re.findall(r"(?:network|regression) (0\.\d+)", said)[:2])
+    assert table > logistic + 0.02 > 0.62, said
 
 
 def test_a_graph_is_cut_evenly_and_copies_weigh_as_much_as_their_node() -> None:
@@ -207,18 +213,9 @@ def test_parts_of_a_graph_are_trained_as_by_the_weighted_mean_and_send_gradients
 @pytest.mark.nightly  # three processes that import torch, three times
 @pytest.mark.parametrize("seed", range(3))
 def test_two_parts_of_a_graph_classify_as_well_as_the_whole(seed: int) -> None:
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "examples.graph", "--seed", str(seed)]
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=EXAMPLES.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    parts, whole = (float(each) for each in re.findall(r"of the (?:parts|whole graph) (0\.\d+)", done.stdout))
-    assert parts > whole - 0.01 > 0.9, done.stdout
+    said = on_two_ranks("examples.graph", "--seed", str(seed))
+    parts, whole = (float(each) for each in re.findall(r"of the (?:parts|whole graph) (0\.\d+)", said))
+    assert parts > whole - 0.01 > 0.9, said
 
 
 def test_a_cluster_is_described_and_its_plans_are_read_in_python() -> None:

@@ -180,7 +180,7 @@ def gradient_(
         log_q = torch.log_softmax(x / t, -1)
         log_p = targets(tokens[rows], log_q)
         p, q = log_p.exp(), log_q.exp()
-        # A token without a chance must not make nan.
+        # A token of probability 0 has the log-probability -inf, and 0 x inf would be NaN.
         found[1, rows] = log_p.clamp_(min=torch.finfo(wide).min).sub_(log_q).mul_(p).sum(-1)
         hard = torch.log_softmax(x, -1)
         found[0, rows] = -hard.gather(-1, at[rows]).squeeze(-1)

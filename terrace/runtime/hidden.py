@@ -30,7 +30,7 @@ class OutputMatrix:
     cap: float = 0.0
 
     def take(self, other: "OutputMatrix") -> None:
-        """Become `other`."""
+        """Hold the same rows and cap as `other`."""
         self.weight, self.part, self.cap = other.weight, other.part, other.cap
 
     def rows(self, part: slice) -> Tensor:

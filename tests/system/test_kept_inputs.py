@@ -14,10 +14,9 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.runtime.kept.boundaries import Boundaries, alone, shares
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.tracing import Tracer
-from tests.support.kept import check_same_bits
+from tests.support.kept import check_same_bits, traced_steps
 from tests.support.nightly import in_turns, nightly
-from tests.support.parity import Case, check, data_rows, engine_of, exact
+from tests.support.parity import Case, check, exact
 from tests.support.toys import cluster_of
 
 CLUSTER = cluster_of(2, 2)
@@ -106,17 +105,8 @@ def test_a_storage_that_holds_more_is_not_freed() -> None:
 
 def traced(world: World) -> tuple[dict[str, int], int]:
     """Messages of a traced step, and the pieces that its program passes each way."""
-    case = Case(replace(preset("ddp", cluster_of(1)), keep=INPUTS), model="llama tied")
-    engine = engine_of(world, cluster_of(1), case)
-    tracer = Tracer(engine)
-    for step in range(2):
-        with tracer.step():
-            engine.step(data_rows(engine, case, step), 1e-3)
-    engine.drain()
-    recording = tracer.recordings()[-1]
-    spans = [span for span in recording.spans[recording.first :] if recording.lane_name(span.lane) == "disk"]
-    engine.close()
-    return dict(Counter(span.category for span in spans)), engine.program.most_inputs_below
+    program, spans = traced_steps(world, INPUTS)
+    return dict(Counter(category for lane, category in spans if lane == "disk")), program.most_inputs_below
 
 
 def test_inputs_are_traced_on_the_lane_of_their_medium(pool: LocalPool) -> None:

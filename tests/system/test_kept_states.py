@@ -20,11 +20,10 @@ from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.tracing import Tracer
 from tests.support.checkpoints import contents, differing, make, train
-from tests.support.kept import check_same_bits
+from tests.support.kept import check_same_bits, traced_steps
 from tests.support.nightly import in_turns, nightly
-from tests.support.parity import Case, check, data_rows, engine_of, exact
+from tests.support.parity import Case, check, exact
 from tests.support.toys import cluster_of
 
 OPTIMIZERS = {
@@ -223,18 +222,8 @@ def test_a_rank_that_is_killed_in_a_write_leaves_no_file(pool: LocalPool, tmp_pa
 
 def traced(world: World) -> tuple[list[str], dict[str, int], int]:
     """Lanes and messages of a traced step, and the pieces that its program passes."""
-    case = Case(replace(preset("ddp", cluster_of(1)), keep=ON_DISK), model="llama tied")
-    engine = engine_of(world, cluster_of(1), case)
-    tracer = Tracer(engine)
-    for step in range(2):
-        with tracer.step():
-            engine.step(data_rows(engine, case, step), 1e-3)
-    engine.drain()
-    recording = tracer.recordings()[-1]
-    found = Counter(span.category for span in recording.spans[recording.first :])
-    lanes = [recording.lane_name(lane) for lane in recording.lanes]
-    engine.close()
-    return lanes, dict(found), engine.program.num_kept_pieces
+    program, spans = traced_steps(world, ON_DISK)
+    return sorted({lane for lane, _ in spans}), dict(Counter(each for _, each in spans)), program.num_kept_pieces
 
 
 def test_pieces_are_traced_on_a_lane_of_their_own(pool: LocalPool) -> None:
