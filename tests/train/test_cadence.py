@@ -9,9 +9,11 @@ import pytest
 
 from terrace.base.errors import TerraceError
 from terrace.planner.goodput import Job, Save
+from terrace.train import saves
 from terrace.train.cadence import FIRST, Measured
 from terrace.train.hooks import StepDone
 from terrace.train.resolve import resolve
+from terrace.train.saves import Saves
 from tests.support.tiny_runs import terrace, write_run
 
 JOB = Job(mean_s=1000.0, restart_s=60.0)
@@ -20,6 +22,28 @@ FAILING = {"cluster": {"failures": {"device_hours": 1.0, "restart_s": 60.0}}}
 
 def done(step_s: float) -> StepDone:
     return cast(StepDone, SimpleNamespace(record=SimpleNamespace(step_s=step_s)))
+
+
+def test_a_stall_is_timed_and_named_after_messages_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the next step would wait for them, and a rank that hangs in one would be said to save."""
+    clock, order = [0.0], list[str]()
+
+    def lasts(name: str, seconds: float) -> Any:
+        def call(*_: object) -> None:
+            order.append(name)
+            clock[0] += seconds
+
+        return call
+
+    made: Any = object.__new__(Saves)
+    made._rank = SimpleNamespace(
+        engine=SimpleNamespace(drain=lasts("drain", 5.0), check_bytes=lasts("check", 3.0)),
+        dog=SimpleNamespace(idle=lasts("named", 0.0)),
+    )
+    made._saver = SimpleNamespace(is_under_way=False, start=lasts("start", 1.0), news=lambda: None)
+    monkeypatch.setattr(saves, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    assert made._save(4, None) == 1.0
+    assert order == ["drain", "named", "start", "check"]
 
 
 def test_all_ranks_take_the_interval_of_the_slowest() -> None:
