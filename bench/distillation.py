@@ -60,7 +60,8 @@ def words_of(job: Job, teacher: Path, settings: Sequence[str]) -> list[str]:
 
 
 def run(job: Job, folder: Path, teacher: Path, settings: Sequence[str]) -> Found:
-    command = [sys.executable, "-m", "terrace", "train", "--folder", str(folder), *words_of(job, teacher, settings)]
+    command = [sys.executable, "-m", "terrace", "train", "--folder", str(folder), "--resume", "auto"]
+    command += words_of(job, teacher, settings)
     begin_s = time.monotonic()
     done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -93,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--teacher", type=Path, help="a run folder or a Hugging Face folder; by default one is trained")
     parser.add_argument("--weight", type=float, default=0.9)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--keep", type=Path, help="make run folders here, and resume those of a former call")
     options_for_claims(parser)
     parser.set_defaults(steps=150, sequence=128)
     options = parser.parse_args(arguments)
@@ -103,15 +105,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sizes = (options.steps, options.sequence, options.batch, options.hidden, layers)
         return Job(variant, seed, *sizes, options.lr, text)
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as made:
+        folder = options.keep or Path(made)
         teacher = options.teacher
         if teacher is None:
-            teacher = Path(folder) / TEACHER
+            teacher = folder / TEACHER
             print(f"teacher: {run(job_of(TEACHER, 0, 4), teacher, teacher, settings).loss:.4f}", flush=True)
         for seed in options.seeds:
             for variant in options.variants:
                 job = job_of(variant, seed, options.layers)
-                where = Path(folder) / f"{variant}-{seed}"
+                where = folder / f"{variant}-{seed}"
                 plans = (words_of(job, Path(TEACHER), settings), str(options.teacher or ""))
                 found[variant, seed] = held.result(job, plans, partial(run, job, where, teacher, settings))
     rows = [[str(seed), name, f"{one.loss:.4f}", f"{one.own:.4f}"] for (name, seed), one in found.items()]

@@ -90,6 +90,7 @@ _NIGHTLY = (
     "pipelines.md",
     "planning.md",
     "probing.md",
+    "pruning.md",
     "rl.md",
     "training.md",
 )

@@ -45,7 +45,7 @@ def _export_hf(options: argparse.Namespace, run: RunFolder, checkpoint: "Checkpo
     from terrace.train.export import export
 
     source, dtype = run.source, options.dtype or run.compute
-    shard_bytes, end = options.shard_bytes or SHARD_BYTES, _end_of_text(run)
+    shard_bytes, end = options.shard_bytes or SHARD_BYTES, end_of_text(run)
     return export(checkpoint, options.path, dtype, shard_bytes, source if source.is_dir() else None, end), dtype
 
 
@@ -59,7 +59,7 @@ def _export_dcp(options: argparse.Namespace, run: RunFolder, checkpoint: "Checkp
         states=not options.weights_only,
         file_bytes=options.shard_bytes or SHARD_BYTES,
         source=source if source.is_dir() else None,
-        end_of_text=_end_of_text(run),
+        end_of_text=end_of_text(run),
     )
     beside = "" if options.weights_only else ", with the states of adamw"
     return export_dcp(checkpoint, run, options.path, wanted), (options.dtype or stored_dtype(checkpoint)) + beside
@@ -92,7 +92,8 @@ def _chosen(run: RunFolder, step: int | None) -> "Checkpoint":
     raise CheckpointError(f"{run.folder} has no checkpoint after step {step}, but after {there}: name one of these")
 
 
-def _end_of_text(run: RunFolder) -> int | None:
+def end_of_text(run: RunFolder) -> int | None:
+    """The token that ended a document in the run's training; None if its tokenizer has no file."""
     # The run's own tokenizer knows which token ended a document in training.
     from terrace.data.tokenizer import load_tokenizer
 

@@ -312,6 +312,35 @@ class Upcycle(Line):
     shard_bytes: int | None = SHARDS
 
 
+class Prune(Line):
+    run = "terrace.cli.prune:run"
+    takes_keys = False
+    description = (
+        "Make a smaller model from the layers, heads and channels of a trained one that matter most, as an evaluation "
+        "measures them. It is a Hugging Face folder that trains like any other; a run with the whole model as teacher "
+        "makes good most of what it lost."
+    )
+    folder: Path = word("FOLDER", "run folder, or Hugging Face folder with config.json and *.safetensors")
+    path: Path = MADE
+    layers: float = option("SHARE", "share of the layers that stay (default: 1.0, all)", 1.0)
+    heads: float = option("SHARE", "share of the key-value heads that stay, with their query heads (default: 1.0)", 1.0)
+    intermediate: float = option(
+        "SHARE", "share of the inner features of MLPs and experts that stay (default: 1.0)", 1.0
+    )
+    data: str | None = option(
+        "PATH",
+        "text or JSONL file, or a folder of them, to measure on (default: the run's own hold-out and the sources of "
+        "its data.eval)",
+    )
+    documents: int | None = option("N", "with --data: read the first N documents (default: all)")
+    tokenizer: str | None = option("PATH", "tokenizer.json, or 'bytes' (default: the one that belongs to the model)")
+    device: str = option("NAME", "cpu, cuda or cuda:N, to measure on (default: %(default)s)", "cpu")
+    dtype: DTYPE | None = option(
+        None, "dtype of the weights (default: the one that the run computed in, or that of the folder)"
+    )
+    shard_bytes: int | None = SHARDS
+
+
 class Prepare(RunLine):
     run = "terrace.cli.data:run"
     description = (
@@ -363,5 +392,5 @@ class Probe(Line):
     seconds: float = option("S", "seconds for all measurements together (default: 60)", 60.0)
 
 
-_ALL = (Doctor, Plan, Simulate, Train, Report, Replay, Generate, Eval, Export, Upcycle, Data, Completion, Probe)
+_ALL = (Doctor, Plan, Simulate, Train, Report, Replay, Generate, Eval, Export, Upcycle, Prune, Data, Completion, Probe)
 LINES: dict[str, type[Line]] = {line.__name__.lower(): line for line in _ALL}

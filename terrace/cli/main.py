@@ -33,6 +33,7 @@ HELP = {
     "eval": "measure how well a trained model predicts a text",
     "export": "write a trained model as a Hugging Face folder",
     "upcycle": "make a mixture of experts from a dense model",
+    "prune": "make a smaller model from the most important parts of a trained one",
     "data": "look at a corpus before a run, or tokenise it",
     "keys": "list every key of a run with its default",
     "completion": "print a script that completes commands and options in a shell",

@@ -1,6 +1,6 @@
 """Exports a checkpoint to a Hugging Face folder."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -30,11 +30,27 @@ def export(
     as `write_pretrained` does.
     """
     config = parse_model(checkpoint.facts["model"])
+    return write_model(config, _Values(checkpoint), folder, dtype, shard_bytes, source, end_of_text)
+
+
+def write_model(
+    config: ModelConfig,
+    value: Callable[[str, str], Tensor],
+    folder: Path,
+    dtype: str,
+    shard_bytes: int,
+    source: Path | None,
+    end_of_text: int | None,
+) -> list[str]:
+    """Writes a model with the tokenizer of the run whose files are in `source`. Returns the file names.
+
+    Takes the arguments of `write_pretrained`, and raises as it does.
+    """
     facts = token_facts(source, config, end_of_text)
     return write_pretrained(
         folder,
         config,
-        _Values(checkpoint),
+        value,
         dtype,
         shard_bytes=shard_bytes,
         source=source,

@@ -140,6 +140,18 @@ _READERS: tuple[tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], .
         ("model/config.json", "model/model.safetensors"),
         ("model/tokenizer_config.json",),
     ),
+    (
+        "prune",
+        ("prune", "@/model", "@/out", "--intermediate", "0.5", "--data", "@/text.txt", "--documents", "1"),
+        ("model/config.json", "model/model.safetensors"),
+        ("model/tokenizer_config.json",),
+    ),
+    (
+        "prune",
+        ("prune", "@/run", "@/out", "--intermediate", "0.5", "--data", "@/texts.jsonl"),
+        ("texts.jsonl", "run/config.toml", "@checkpoint/manifest.json"),
+        (),
+    ),
     ("data prepare", ("data", "prepare", "--config", "@/run.toml"), ("run.toml", "cluster.toml", "config.json"), ()),
     ("data prepare", ("data", "prepare", "--config", "@/run.toml", "--data", "@/texts.jsonl"), ("texts.jsonl",), ()),
     (
@@ -231,6 +243,9 @@ _PARTNERS: tuple[tuple[str, str], ...] = (
     ("replay", "@/run --step 99"),
     ("upcycle", "@/model @/out --experts 1 --per-token 2"),
     ("upcycle", "@/run @/out --experts 2"),
+    ("prune", "@/run @/run --layers 0.5"),
+    ("prune", "@/run @/out"),
+    ("prune", "@/model @/out --heads 0.5 --documents 3"),
     ("data prepare", "--config @/run.toml --data.bos x"),
     ("data prepare", "--config @/run.toml --data.split x"),
     ("data prepare", "--config @/run.toml --data.column x"),
@@ -259,6 +274,11 @@ _OPTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("report", "@/run", ("--out", "--port")),
     ("replay", "@/run --step 2", ("--step",)),
     ("upcycle", "@/model @/out --experts 2", ("--experts", "--per-token", "--parts", "--noise", "--seed")),
+    (
+        "prune",
+        "@/model @/out --data @/text.txt --documents 1",
+        ("--layers", "--heads", "--intermediate", "--documents", "--dtype", "--shard-bytes", "--tokenizer", "--device"),
+    ),
     (
         "data prepare",
         "--config @/run.toml",

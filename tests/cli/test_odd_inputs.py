@@ -24,6 +24,7 @@ def test_the_campaign_has_every_command() -> None:
         "report",
         "replay",
         "upcycle",
+        "prune",
         "data prepare",
         "train",
         "plan",

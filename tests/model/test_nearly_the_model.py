@@ -103,6 +103,7 @@ def test_names_that_say_nothing_get_no_guess(tmp_path: Path) -> None:
         lambda path: ["simulate", "--model", path],
         lambda path: ["train", "--train.weights", path],
         lambda path: ["upcycle", path, f"{path}-out", "--experts", "2"],
+        lambda path: ["prune", path, f"{path}-out", "--layers", "0.5", "--data", "x", "--tokenizer", "bytes"],
         lambda path: ["generate", path, "--prompt", "a", "--tokenizer", "bytes"],
         lambda path: ["eval", path, "--data", "x", "--tokenizer", "bytes"],
     ],

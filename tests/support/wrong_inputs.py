@@ -204,6 +204,7 @@ def _options(folder: Path) -> Iterator[Case]:
         "eval": ("nowhere", "--data", "nowhere"),
         "export": ("nowhere", "nowhere2"),
         "upcycle": ("nowhere", "nowhere2", "--experts", "2"),
+        "prune": ("nowhere", "nowhere2", "--layers", "0.5"),
         "replay": ("nowhere", "--step", "1"),
         "data": ("lengths", "--data", "nowhere"),
         "probe": ("--cluster", "nowhere"),

@@ -57,6 +57,24 @@ def test_its_own_data_have_the_figures_of_the_run(
     assert f"holdout: loss {found['holdout']['loss']:.4f} nats per token" in capsys.readouterr().out
 
 
+def test_a_run_is_pruned_by_its_own_data(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both losses are those of evaluations: of the run on its own data, and of what was written on a text."""
+    monkeypatch.chdir(place)
+    own = figures(capsys, "run").values()
+    num_tokens = sum(each["num_tokens"] for each in own)
+    loss = sum(each["loss"] * each["num_tokens"] for each in own) / num_tokens
+    assert main(["prune", "run", "half", "--layers", "0.5", "--intermediate", "0.5"]) == 0
+    said = capsys.readouterr().out
+    assert f"measured on {num_tokens:,} tokens: loss {loss:.4f} of the whole model, " in said
+    assert "a llama model in fp32: 1 layer, 2 heads on 1 key-value head, 16 inner features; " in said
+    assert (place / "half" / "tokenizer.json").read_bytes() == (place / "tokenizer" / "tokenizer.json").read_bytes()
+    assert main(["prune", "run", "less", "--layers", "0.5", "--data", "text.txt"]) == 0
+    loss_of_less = capsys.readouterr().out.partition(" of the whole model, ")[2].split()[0]
+    assert f"{figures(capsys, 'less', '--context', '48', '--data', 'text.txt')['loss']:.4f}" == loss_of_less
+
+
 @torch.no_grad()
 def test_of_conversations_the_trained_tokens_count(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

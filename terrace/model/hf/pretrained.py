@@ -226,6 +226,12 @@ def _taken(stored: Any, source: StoredTensor) -> Tensor:
     return grouped[:, source.part].flatten(0, 1)
 
 
+def check_new(folder: Path) -> None:
+    """Raise `ModelError` for a folder that is not empty, or a path that is a file."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"{folder} is there and not an empty folder: name a new one")
+
+
 def write_pretrained(
     folder: str | Path,
     config: ModelConfig,
@@ -252,8 +258,7 @@ def write_pretrained(
         raise ModelError(f"dtype = {dtype!r} is not known{did_you_mean(dtype, DTYPES)}")
     if shard_bytes < 1:
         raise ModelError(f"shard_bytes = {shard_bytes} must be at least 1")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ModelError(f"{folder} is there and not an empty folder: name a new one")
+    check_new(folder)
     tokens = {**token_ids(source, end_of_text), **(ids or {})}
     table = published_table(to_table(config), str(DTYPES[dtype]).removeprefix("torch."), tokens)
     others: dict[str, str | bytes] = {CONFIG: _json(table), **carried_files(source, end_of_text), **(carried or {})}
