@@ -1,0 +1,127 @@
+"""A roster's state as a fold over its log. No torch, no sockets, no clock.
+
+Whatever is not in the log (what islands report, when they were heard) is in `terrace.roster.decisions`, and may be lost
+at any time.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from terrace.roster.entries import (
+    NO_ATTEMPT,
+    Attempt,
+    Attempted,
+    Committed,
+    Dealt,
+    Entry,
+    Finished,
+    Gone,
+    Joined,
+    Opened,
+    Terms,
+)
+
+
+@dataclass(frozen=True)
+class Member:
+    """An island of the roster. `version` is what it holds once it has applied `commit`; -1: it waits to be healed."""
+
+    name: str
+    token: str
+    addresses: tuple[str, ...] = ()
+    version: int = -1
+    commit: Attempt = NO_ATTEMPT
+    deal: Dealt | None = None  # in hand
+
+    @property
+    def window(self) -> int:
+        """The window that it has in hand; -1 if none."""
+        return -1 if self.deal is None else self.deal.window
+
+    @property
+    def share(self) -> int:
+        """Its rounds of a step of that window."""
+        return 0 if self.deal is None else self.deal.shares[self.name]
+
+
+@dataclass(frozen=True)
+class Roster:
+    """`members` are sorted by name. `window`, `exchange` and `attempt` are the numbers of the next ones.
+
+    `running` is the attempt that is under way. `owes` says that an exchange has happened after which no window was
+    dealt yet, to the members of `last`.
+    """
+
+    terms: Terms | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+    members: tuple[Member, ...] = ()
+    number: int = 0
+    window: int = 0
+    exchange: int = 0
+    attempt: int = 0
+    running: Attempted | None = None
+    owes: bool = False
+    last: tuple[str, ...] = ()
+    is_finished: bool = False
+
+    def member(self, name: str) -> Member | None:
+        return next((each for each in self.members if each.name == name), None)
+
+    @property
+    def version(self) -> int:
+        """The newest version that a member holds; -1 if none holds any."""
+        return max((each.version for each in self.members), default=-1)
+
+    @property
+    def num_open_windows(self) -> int:
+        """Windows that are not dealt yet."""
+        return 0 if self.terms is None else self.terms.num_windows - self.window
+
+
+def after(roster: Roster, entry: Entry) -> Roster:
+    """The state after one more entry."""
+    match entry:
+        case Opened():
+            return replace(roster, terms=entry.terms, facts=tuple(sorted(entry.facts.items())))
+        case Joined():
+            new = Member(entry.island, entry.token, tuple(entry.addresses), entry.version)
+            others = (each for each in roster.members if each.name != entry.island)
+            return replace(roster, members=tuple(sorted((*others, new), key=lambda each: each.name)))
+        case Dealt():
+            dealt = tuple(replace(each, deal=entry) if each.name in entry.shares else each for each in roster.members)
+            return replace(roster, members=dealt, number=entry.number, window=entry.window + 1, owes=False)
+        case Attempted():
+            return replace(roster, running=entry, attempt=entry.attempt + 1)
+        case Committed():
+            return _committed(roster, entry)
+        case Gone():
+            return replace(roster, members=tuple(each for each in roster.members if each.name != entry.island))
+        case Finished():
+            return replace(roster, is_finished=True)
+
+
+def _committed(roster: Roster, entry: Committed) -> Roster:
+    running, key = roster.running, Attempt(entry.exchange, entry.attempt)
+    assert running is not None, "only an attempt under way is committed"
+    assert running.key == key, f"{key} is committed, and {running.key} is under way"
+    members = tuple(
+        replace(each, version=running.result, commit=key, deal=None) if each.name in running.islands else each
+        for each in roster.members
+    )
+    return replace(
+        roster,
+        members=members,
+        exchange=entry.exchange + 1,
+        attempt=0,
+        running=None,
+        owes=True,
+        last=tuple(running.islands),
+    )
+
+
+def folded(entries: Iterable[Entry]) -> Roster:
+    """The state after a whole log."""
+    roster = Roster()
+    for entry in entries:
+        roster = after(roster, entry)
+    return roster

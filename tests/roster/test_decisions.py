@@ -1,0 +1,259 @@
+"""Decisions one at a time, with times: who is refused, who is lost and when, what is dealt, what the log holds."""
+
+from dataclasses import replace
+
+import pytest
+
+from terrace.base.errors import ConfigError
+from terrace.roster.decisions import Heard, Reply, Report, arrival, cut, hear, reply, restarted, settled
+from terrace.roster.entries import (
+    Attempt,
+    Attempted,
+    Committed,
+    Dealt,
+    Entry,
+    Finished,
+    Gone,
+    Joined,
+    Opened,
+    Terms,
+    entry_of,
+    line_of,
+)
+from terrace.roster.state import Roster, after, folded
+
+TERMS = Terms(every=10, steps=25, rounds=7, patience_s=4.0)
+
+
+class Desk:
+    """A meeting place without a socket: reports go in, replies come out, decisions are kept."""
+
+    def __init__(self, wait_for: int = 2, terms: Terms = TERMS) -> None:
+        self.roster, self.ears, self.log = Roster(), dict[str, Heard](), list[Entry]()
+        self.wait_for, self.terms = wait_for, terms
+
+    def take(self, *entries: Entry) -> None:
+        for entry in entries:
+            self.roster = after(self.roster, entry)
+            self.log.append(entry)
+
+    def tick(self, now_s: float) -> None:
+        self.take(*settled(self.roster, self.ears, now_s, self.wait_for)[1])
+
+    def report(self, name: str, now_s: float = 0.0, **more: object) -> Reply:
+        report = replace(Report(island=name, token=f"{name}0", terms=self.terms, facts={"model": "m"}), **more)  # type: ignore[arg-type]
+        entries, answer = arrival(self.roster, self.ears, report, now_s)
+        self.take(*entries)
+        if answer is not None:
+            return answer
+        self.ears = hear(self.ears, report, now_s)
+        self.tick(now_s)
+        return reply(self.roster, report)
+
+    def of(self, kind: type[Entry]) -> list[Entry]:
+        return [entry for entry in self.log if isinstance(entry, kind)]
+
+
+def two_islands() -> Desk:
+    desk = Desk()
+    desk.report("a")
+    desk.report("b")
+    return desk
+
+
+def test_a_window_is_dealt_when_enough_islands_have_come() -> None:
+    desk = Desk()
+    assert desk.report("a").deal is None
+    assert desk.report("b").deal == Dealt(number=1, window=0, first=0, last=9, shares={"a": 4, "b": 3})
+
+
+def test_an_exchange_is_committed_when_all_hold_its_sums_and_the_next_window_is_dealt() -> None:
+    desk = two_islands()
+    assert desk.report("a", window=0, is_ready=True, tokens=40).running is None
+    running = desk.report("b", window=0, is_ready=True, tokens=30).running
+    assert running is not None
+    assert [each.tokens for each in running.islands.values()] == [40, 30]
+    ready = {"window": 0, "is_ready": True}
+    assert desk.report("a", **ready, holds=running.key).commit == Attempt(-1, -1)
+    answer = desk.report("b", **ready, holds=running.key)
+    assert (answer.commit, answer.version) == (running.key, 1)
+    assert answer.deal is not None
+    assert (answer.deal.first, answer.deal.last) == (10, 19)
+
+
+def test_the_last_window_is_shorter_and_the_run_is_finished_after_it() -> None:
+    desk = Desk(wait_for=1)
+    answer, version = desk.report("a"), 0
+    while not answer.is_finished:
+        assert answer.deal is not None
+        ready = {"window": answer.deal.window, "is_ready": True, "version": version}
+        running = desk.report("a", **ready).running
+        assert running is not None
+        answer, version = desk.report("a", **ready, holds=running.key), version + 1
+        if answer.deal is not None:
+            assert answer.deal.last in (19, 24)
+    assert desk.of(Finished) == [Finished(version=3)]
+
+
+def test_an_island_that_is_late_misses_the_exchange_and_has_no_share_of_the_next_window() -> None:
+    desk = two_islands()
+    desk.report("a", 1.0, window=0, is_ready=True)
+    desk.report("b", 4.0, window=0)
+    assert desk.report("a", 4.9, window=0, is_ready=True).running is None
+    running = desk.report("a", 5.0, window=0, is_ready=True).running
+    assert running is not None
+    assert running.missed == {"b": "it was late"}
+    desk.report("a", 5.1, window=0, is_ready=True, holds=running.key)
+    assert desk.of(Dealt)[-1] == Dealt(number=2, window=1, first=10, last=19, shares={"a": 7})
+    # Whoever is late has the older anchor, and is healed when it brings its change.
+    desk.report("b", 6.0, window=0, is_ready=True, tokens=5)
+    running = desk.report("a", 6.1, version=1, window=1, is_ready=True, tokens=7).running
+    assert running is not None
+    assert running.version == 1
+    assert {name: (each.version, each.window) for name, each in running.islands.items()} == {"a": (1, 1), "b": (0, 0)}
+
+
+def test_a_lost_island_is_counted_with_its_share_and_steps_and_the_attempt_is_made_again() -> None:
+    desk = two_islands()
+    desk.report("a", window=0, is_ready=True)
+    first = desk.report("b", window=0, is_ready=True).running
+    assert first is not None
+    for now_s in (1.0, 2.0, 3.0, 4.0):
+        assert desk.report("a", now_s, window=0, is_ready=True, holds=first.key).running == first
+    again = desk.report("a", 4.2, window=0, is_ready=True, holds=first.key).running
+    assert desk.of(Gone) == [Gone(island="b", token="b0", why="it was not heard", share=3, first=0, last=9)]
+    assert again is not None
+    assert (again.key, [*again.islands]) == (Attempt(0, 1), ["a"])
+    # The frozen one wakes: what it had does not count, and it may join again, to be healed.
+    assert desk.report("b", 9.0, window=0, is_ready=True).is_out
+    desk.report("b", 9.1, token="b1", version=-1)
+    assert desk.of(Joined)[-1] == Joined(island="b", token="b1", addresses=(), version=-1)
+
+
+def test_a_connection_that_ends_is_a_loss_at_once() -> None:
+    desk = two_islands()
+    desk.ears = cut(desk.ears, "b", "b0")
+    desk.report("a", 0.1)
+    assert [(entry.island, entry.why) for entry in desk.of(Gone)] == [("b", "its connection has ended")]  # type: ignore[union-attr]
+
+
+def test_nobody_is_lost_where_all_are_silent_or_where_nobody_else_holds_the_anchor() -> None:
+    desk = two_islands()
+    desk.tick(100.0)
+    desk.report("a", 100.1)
+    desk.report("b", 101.0)
+    assert not desk.of(Gone)
+    alone = Desk(wait_for=1)
+    alone.report("a")
+    running = alone.report("a", window=0, is_ready=True).running
+    assert running is not None
+    alone.report("a", window=0, is_ready=True, holds=running.key)
+    alone.ears = cut(alone.ears, "a", "a0")
+    alone.report("c", 0.5)
+    alone.report("c", 50.0)
+    assert not alone.of(Gone)
+    assert alone.report("c", 51.0).deal is None
+
+
+def test_who_is_blamed_most_is_left_out_and_keeps_its_window() -> None:
+    desk = Desk(wait_for=3)
+    for name in "abc":
+        desk.report(name)
+    ready = {"window": 0, "is_ready": True}
+    running = [desk.report(name, **ready).running for name in "abc"][-1]
+    assert running is not None
+    again = desk.report("b", **ready, failed=running.key, blames=("a",)).running
+    assert again is not None
+    assert (again.missed, [*again.islands]) == ({"a": "others did not reach it"}, ["b", "c"])
+    assert desk.report("a", **ready).deal is not None
+
+
+def test_an_island_that_leaves_goes_after_its_exchange() -> None:
+    desk = two_islands()
+    ready = {"window": 0, "is_ready": True}
+    desk.report("a", **ready)
+    running = desk.report("b", **ready, leaves=True).running
+    assert running is not None
+    desk.report("a", **ready, holds=running.key)
+    desk.report("b", **ready, holds=running.key, leaves=True)
+    assert desk.of(Dealt)[-1].shares == {"a": 7}  # type: ignore[union-attr]
+    assert desk.report("b", version=1, leaves=True).is_out
+    assert desk.of(Gone) == [Gone(island="b", token="b0", why="it leaves")]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"token": "another"}, "island 'b' is in the roster already"),
+        ({"facts": {"model": "other"}, "island": "c"}, "another model than the islands of the roster"),
+        ({"terms": replace(TERMS, every=5), "island": "c"}, "has other terms"),
+    ],
+)
+def test_who_cannot_take_part_is_refused_in_one_line(more: dict[str, object], words: str) -> None:
+    desk = two_islands()
+    refused = desk.report("b", 0.0, **more).refused
+    assert words in refused
+    assert "\n" not in refused
+
+
+def test_a_process_takes_the_place_of_one_of_its_name_whose_connection_has_ended() -> None:
+    desk = two_islands()
+    desk.ears = cut(desk.ears, "b", "b0")
+    desk.report("b", token="b1")
+    assert [type(entry) for entry in desk.log[-2:]] == [Gone, Joined]
+    assert desk.roster.member("b") is not None
+
+
+def test_a_joiner_comes_too_late_for_the_last_window() -> None:
+    desk = Desk(wait_for=1, terms=replace(TERMS, steps=10))
+    desk.report("a")
+    assert "all steps of the run are dealt" in desk.report("b").refused
+
+
+def test_more_islands_than_rounds_leave_some_without_a_share() -> None:
+    desk = Desk(wait_for=3, terms=replace(TERMS, rounds=2))
+    for name in "abc":
+        desk.report(name)
+    assert desk.of(Dealt)[-1].shares == {"a": 1, "b": 1}  # type: ignore[union-attr]
+    ready = {"window": 0, "is_ready": True}
+    running = [desk.report(name, **ready).running for name in "ab"][-1]
+    assert running is not None
+    assert [each.window for each in running.islands.values()] == [0, 0, -1]
+
+
+def test_the_log_holds_all_that_was_promised() -> None:
+    desk = two_islands()
+    ready = {"window": 0, "is_ready": True, "tokens": 3}
+    desk.report("a", **ready)
+    running = desk.report("b", **ready).running
+    assert running is not None
+    desk.report("a", **ready, holds=running.key)
+    again = folded(entry_of(line_of(entry), "a line") for entry in desk.log)
+    assert again == desk.roster
+    # Back from its log, it hears once more that all hold the sums.
+    back = Desk()
+    back.roster, back.log, back.ears = again, list(desk.log), restarted(again, 50.0)
+    back.report("b", 50.1, **ready, holds=running.key)
+    assert not back.of(Committed)
+    back.report("a", 50.2, **ready, holds=running.key)
+    assert back.of(Committed) == [Committed(exchange=0, attempt=0)]
+    assert not back.of(Gone)
+
+
+@pytest.mark.parametrize("line", ["", "{", "[]", '{"kind": "stolen"}', '{"kind": "committed", "exchange": 1}'])
+def test_a_line_that_is_no_entry_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="line 3"):
+        entry_of(line, "roster.jsonl, line 3")
+
+
+def test_every_kind_of_entry_comes_back_from_its_line() -> None:
+    entries: list[Entry] = [
+        Opened(terms=TERMS, facts={"model": "m"}),
+        Joined(island="a", token="t", addresses=("h:1",), version=0),
+        Dealt(number=1, window=0, first=0, last=9, shares={"a": 7}),
+        Attempted(exchange=0, attempt=1, version=0, islands={}, missed={"b": "it was late"}),
+        Committed(exchange=0, attempt=1),
+        Gone(island="a", token="t", why="it leaves"),
+        Finished(version=3),
+    ]
+    assert [entry_of(line_of(entry), "a line") for entry in entries] == entries
