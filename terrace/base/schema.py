@@ -177,6 +177,8 @@ def _merge_named(items: Sequence[Any], tables: Mapping[str, Any], where: str) ->
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
     origin = get_origin(hint)
+    if hint is Any:  # the reader of the key checks it
+        return value
     if origin is Union or origin is types.UnionType:
         return _convert_union(hint, value, where)
     if origin is Literal:

@@ -118,6 +118,24 @@ class Plan(Line):
     force: bool = flag("replace the file if it is there")
 
 
+class Rent(Line):
+    run = "terrace.cli.rent:run"
+    takes_keys = False
+    description = (
+        "Price the training of a model on machines that can be rented: a row for each offer and size with its step, "
+        "days, cost and energy, under the plan that terrace plan finds there. Nothing is run."
+    )
+    offers: Path | None = option("FILE", "TOML file of offers: clusters, sizes, prices, limits of days and money")
+    model: str | None = option("PATH", "Hugging Face config.json, or its folder")
+    tokens: str | None = option("N", "tokens to train on, as 15e12")
+    batch: int | None = option("B", "sequences a step, over all ranks")
+    sequence: int | None = option("S", "tokens a sequence")
+    axes: str = option("LIST", "axes to search, e.g. data,tensor, or all (default: all)", "all")
+    limit: int = option("N", f"plans to play at most for a row (default: {MOST_PLAYED})", MOST_PLAYED)
+    page: Path | None = option("FILE", "write a self-contained HTML page with costs over days")
+    force: bool = flag("replace the --page file if it is there")
+
+
 class Simulate(RunLine):
     run = "terrace.cli.simulate:run"
     usage = "terrace simulate [PLAN] [options] [--section.key VALUE ...]"
@@ -392,5 +410,21 @@ class Probe(Line):
     seconds: float = option("S", "seconds for all measurements together (default: 60)", 60.0)
 
 
-_ALL = (Doctor, Plan, Simulate, Train, Report, Replay, Generate, Eval, Export, Upcycle, Prune, Data, Completion, Probe)
+_ALL = (
+    Doctor,
+    Plan,
+    Rent,
+    Simulate,
+    Train,
+    Report,
+    Replay,
+    Generate,
+    Eval,
+    Export,
+    Upcycle,
+    Prune,
+    Data,
+    Completion,
+    Probe,
+)
 LINES: dict[str, type[Line]] = {line.__name__.lower(): line for line in _ALL}

@@ -25,6 +25,7 @@ from terrace.cli.output import OutputError, Terminated, printable_output
 HELP = {
     "doctor": "check this machine: the parts that will be used, and fixes for missing ones",
     "plan": "find the fastest plan, say why, and write it; or predict how one scales",
+    "rent": "price the training of a model on machines that can be rented",
     "simulate": "play a step without running it: where its time goes, its memory, its program",
     "train": "train a model",
     "report": "write runs as one HTML page, or serve it while they grow",

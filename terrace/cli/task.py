@@ -14,8 +14,9 @@ from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.model.blocks import num_active_params
-from terrace.model.config import load_model, parse_model
+from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.facts import family_of, is_dense
+from terrace.model.spec import BlockSpec
 from terrace.plan.plan import precision_of
 from terrace.planner.task import Task
 from terrace.report.members import devices_words
@@ -51,14 +52,25 @@ def read_task(
     cluster = _resized(parse_cluster(lay_over({"cluster": table}, {"cluster": own})["cluster"]), options.nodes)
     if wrong := cluster.failures.restarts_prevail(cluster.world_size, num_machines(cluster)):
         raise ClusterError(wrong)
-    compute: Any = options.compute or faster_dtype(cluster)
-    # As a run that names no dtype: terrace.plan.presets.command_plan.
-    narrow = options.compute is None and cluster.device.bf16_slowdown > 1
-    return Task(
+    return task_on(
+        cluster,
         model=parse_model(planned.model) if options.model is None else load_model(options.model),
-        cluster=cluster,
         batch=planned.train["batch"] if options.batch is None else options.batch,
         sequence=planned.train["sequence"] if options.sequence is None else options.sequence,
+        compute=options.compute,
+    )
+
+
+def task_on(cluster: Cluster, *, model: ModelConfig, batch: int, sequence: int, compute: Any = None) -> Task:
+    """A task in the dtype `compute`, by default the faster one of the device."""
+    # As a run that names no dtype: terrace.plan.presets.command_plan.
+    narrow = compute is None and cluster.device.bf16_slowdown > 1
+    compute = compute or faster_dtype(cluster)
+    return Task(
+        model=model,
+        cluster=cluster,
+        batch=batch,
+        sequence=sequence,
         compute=compute,
         messages="bf16" if narrow else None,
         master="fp64" if compute == "fp64" else "fp32",
@@ -81,15 +93,20 @@ def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
 
 def task_words(task: Task) -> str:
     """Two-line summary of a task."""
-    size = quantity(sum(block.num_trainable for block in task.blocks), "").strip()
-    active = "" if is_dense(task.model) else f" ({quantity(num_active_params(task.model), '').strip()} active)"
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     narrow = "" if task.messages is None else f", parameters and gradients sent in {task.messages}"
     return (
-        f"{family_of(task.model)} decoder of {size} parameters{active}, {counted(task.batch, 'sequence')} x "
+        f"{decoder_words(task.model, task.blocks)}, {counted(task.batch, 'sequence')} x "
         f"{counted(task.sequence, 'token')} a step, in {task.compute}{narrow}\n"
         f"cluster {task.cluster.name}: {tiers} = {devices_words(task.cluster)}"
     )
+
+
+def decoder_words(model: ModelConfig, blocks: Sequence[BlockSpec]) -> str:
+    """Family and size of a model of these blocks."""
+    size = quantity(sum(block.num_trainable for block in blocks), "").strip()
+    active = "" if is_dense(model) else f" ({quantity(num_active_params(model), '').strip()} active)"
+    return f"{family_of(model)} decoder of {size} parameters{active}"
 
 
 def check_price(price: float | None) -> None:

@@ -30,7 +30,7 @@ def training_words(task: Task, cost: Cost, tokens: int | None, price: float | No
         return "" if price is None else f"a million tokens: price {_rounded(million_s * devices / 3600 * price)}"
     steps = -(-tokens // (task.batch * task.sequence))
     hours = steps * cost.step_s / 3600
-    words = f"{_tokens(tokens)}: {counted(steps, 'step', ',')}, {duration(3600 * hours)}, "
+    words = f"{tokens_words(tokens)}: {counted(steps, 'step', ',')}, {duration(3600 * hours)}, "
     words += f"{quantity(hours * devices, '').strip()} device-hours"
     return words if price is None else f"{words}, price {_rounded(hours * devices * price)}"
 
@@ -44,11 +44,12 @@ def energy_words(task: Task, cost: Cost, tokens: int | None) -> str:
     words = f"energy, at the {watts:g} W that a device takes at most: {quantity(step_wh, 'Wh')} a step"
     if tokens is not None:
         steps = -(-tokens // (task.batch * task.sequence))
-        words += f", {quantity(steps * step_wh, 'Wh')} for {_tokens(tokens)}"
+        words += f", {quantity(steps * step_wh, 'Wh')} for {tokens_words(tokens)}"
     return f"{words}, without hosts, links and cooling"
 
 
-def _tokens(number: int) -> str:
+def tokens_words(number: int) -> str:
+    """A number of tokens, with its unit."""
     return f"{quantity(number, '').strip()} token{'s' * (number != 1)}"
 
 
