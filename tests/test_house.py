@@ -37,7 +37,7 @@ _OF_A_VENDOR = re.compile(r'\b(torch\.(cuda|xpu|mps|version\.)|is_cuda\b|torch\.
 
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_CHAIN = 400, 80, 20
 # Files that are one thing and longer, with the reason why their parts are not files of their own.
-HUBS: dict[str, str] = {}
+HUBS: dict[str, str] = {"terrace/cli/lines.py": "a table: the options of every command"}
 
 
 class Facts(NamedTuple):
