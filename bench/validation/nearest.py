@@ -1,7 +1,7 @@
-"""The validated rows by their devices: the file from which predicted figures get their bands.
+"""The validated rows by their devices: the file that predicted figures get their bands from (`terrace.simulate.bands`).
 
-Rows of whole steps: published ones, and those of the pages of predictions on probed CPUs. Forms of a layer, which are
-plans of one machine and model, serve to compare plans alone (`terrace.simulate.bands`).
+Rows of whole steps: published ones that were seen while the model was built, which give no band, those of
+`bench.validation.held_out`, which were not, and those of the pages of predictions on probed CPUs.
 """
 
 import re
@@ -15,18 +15,20 @@ from terrace.simulate.bands import (
     CPU,
     FEWEST,
     FP8,
+    LEVEL,
     MOST_TIE,
-    OF_FAR,
-    OF_NEAR,
+    OWN,
     STEP,
     TIE,
     WIDTH,
     Validated,
-    axes_words,
+    by_source,
     generation_of,
-    misses_of,
+    pooled_quantile,
+    promised,
     quantile,
     relative_errors,
+    widest_quantile,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -38,22 +40,23 @@ Cells = Mapping[str, str]
 
 _TEXT = """## Bands of predicted figures
 
-Commands show a predicted step with a band, `1.23 s +-8 %`. It is taken from the rows of this page that are of whole
-steps, with those of [predictions on a slow link](benchmarks/slow-predictions.md) and on [probed
-machines](probing.md#errors-of-predictions): of rows with the same generation of device, the same axes and at most four
-times more or fewer devices, 80 % miss by less. A row misses by the larger of both figures over the smaller, less one.
-NVIDIA's rows of one model, machine and precision count once, by the largest miss. With fewer than five plans so
-near, the band is that of 95 % of those that share an axis; with fewer than five of these, of the generation; and where
-it has fewer, of the generation that is missed most ([planning.md](planning.md#how-sure-a-prediction-is)).
-
-Published steps are priced with the software of their time, so on GPUs a band is the model's, and not that of this
-project's runs, of which no row is yet. Memory has no band: nobody published it beside these steps.
+Commands show a predicted step with a band, `1.23 s +-30 %`. It is taken from steps that the model was not built on,
+pooled over their sources, each of which counts as one whatever its number of rows: of steps of a source that nobody has
+seen, {level:.0%} miss by less. A step misses by the larger of both figures over the smaller, less one. With k sources
+k / (k + 1) is the most that can be promised, so a generation with fewer than {fewest} has the widest band of the others
+([planning.md](planning.md#how-sure-a-prediction-is)). Bands of probed CPUs are from runs of this project ([on a slow
+link](benchmarks/slow-predictions.md), [on probed machines](probing.md#errors-of-predictions)). Memory has no band:
+nobody published it beside these steps.
 """
 
-_TIES = """Plans of one search share most of their errors. Their relative error is taken from {pairs} pairs of rows of
-one machine, model and sequence, with at most twice as many devices, and of the five forms of a layer below: 80 % of
-them are off each other by less than {tie:.1%}. Plans whose predicted steps are closer tie. Few pairs are plans on
-equally many devices, so this is a guess from the nearest that was published.
+_SEEN = """Rows of these tables are *seen*: terms of the model were added after their residuals had been looked at, or
+their software was described for them. They give no band and are no evidence for the next machine:
+"""
+
+_TIES = """Plans of one search share most of their errors. Their relative error is taken from {pairs} pairs of unseen
+rows of one machine, model and sequence, with at most twice as many devices: 80 % of them are off each other by less
+than {off:.1%}. Plans whose predicted steps are closer than {tie:.1%} tie: more would let a plan come first that is
+predicted to be much slower.
 """
 
 
@@ -63,16 +66,17 @@ class _Setting(NamedTuple):
     axes: tuple[str, ...] = ()  # beside data
     task: str = ""  # rows of one machine, model and sequence
     kind: str = STEP
+    software: str = ""  # as which the table prices them
 
 
 def _megatron(cells: Cells) -> _Setting:
     axes = tuple(axis for axis in ("tensor", "pipeline") if int(cells[axis]) > 1)
-    return _Setting("A100", int(cells["GPUs"]), axes, f"megatron {cells['model']}")
+    return _Setting("A100", int(cells["GPUs"]), axes, f"megatron {cells['model']}", software="megatron")
 
 
 def _mosaicml(cells: Cells) -> _Setting:
     task = f"{cells['device']} {cells['model']} {cells['sequence']}"
-    return _Setting(cells["device"].upper(), int(cells["GPUs"]), (), task)
+    return _Setting(cells["device"].upper(), int(cells["GPUs"]), (), task, software="composer")
 
 
 def _nemo(cells: Cells) -> _Setting:
@@ -80,12 +84,12 @@ def _nemo(cells: Cells) -> _Setting:
     axes = [axis for axis in ("tensor", "context", "pipeline") if int(cells[axis]) > 1]
     precision = cells["precision"]
     axes += [FP8] if precision != "bf16" else []
-    return _Setting(device, int(cells["GPUs"]), tuple(axes), f"{device} {cells['model']} {precision}", WIDTH)
+    return _Setting(device, int(cells["GPUs"]), tuple(axes), f"{device} {cells['model']} {precision}", WIDTH, "te")
 
 
 def _mixture(cells: Cells) -> _Setting:
     device = {"64": "H100", "256": "GB200"}[cells["GPUs"]]
-    return _Setting(device, int(cells["GPUs"]), ("experts", "pipeline"), cells["model"])
+    return _Setting(device, int(cells["GPUs"]), ("experts", "pipeline"), cells["model"], software="megatron")
 
 
 def _co2(cells: Cells) -> _Setting:
@@ -117,7 +121,7 @@ PARTS = (
 
 
 def nearest_rows(tables: Sequence[Table]) -> list[Validated]:
-    """The rows of `terrace/simulate/validated.csv`, from the tables of the page and from `PAGES`."""
+    """The rows of `terrace/simulate/validated.csv` that are not held out, from the page's tables and from `PAGES`."""
     by_title = {table.title: table for table in tables}
     rows = [row for title, setting in STEPS.items() for row in _steps(by_title[title], setting)]
     return [*rows, *_forms(by_title[_FORMS]), *_probed()]
@@ -125,32 +129,43 @@ def nearest_rows(tables: Sequence[Table]) -> list[Validated]:
 
 def section(rows: Sequence[Validated]) -> str:
     """The section of the page on the bands that these rows give."""
-    kinds: dict[tuple[str, frozenset[str]], list[Validated]] = defaultdict(list)
-    generations: dict[str, list[Validated]] = defaultdict(list)
+    bands, seen = [], []
+    generations: dict[tuple[bool, str], list[Validated]] = defaultdict(list)
     for row in rows:
         if row.is_step:
-            kinds[row.generation, row.axes].append(row)
-            generations[row.generation].append(row)
-    lines = []
-    for (generation, axes), alike in kinds.items():
-        widths = sorted({row.devices for row in alike})
-        span = str(widths[0]) if len(widths) == 1 else f"{widths[0]} to {widths[-1]}"
-        misses = misses_of(alike)
-        near = f"{quantile(misses, OF_NEAR):.1%}" if len(misses) >= FEWEST else "too few rows"
-        far = f"{quantile(misses_of(generations[generation]), OF_FAR):.1%}"
-        lines.append((generation, axes_words(axes), span, str(len(alike)), str(len(misses)), near, far))
+            generations[row.seen, row.generation].append(row)
+    for (was_seen, generation), alike in generations.items():
+        sources = by_source(alike)
+        level = promised(len(sources))
+        count = str(len(sources)), str(len(alike))
+        if was_seen:
+            seen.append((generation, ", ".join(dict.fromkeys(row.source for row in alike)), str(len(alike))))
+        elif len(sources) >= FEWEST or generation == CPU:
+            bands.append((generation, *count, f"{level:.0%}", f"{pooled_quantile(sources, level):.1%}"))
+        else:
+            bands.append((generation, *count, "", "the widest"))
+    band, num_sources = widest_quantile(row for row in rows if row.is_step and not row.seen)
+    bands.append(("any other GPU", str(num_sources), "", f"{promised(num_sources):.0%}", f"{band:.1%}"))
     pairs = relative_errors(rows)
-    tie = min(MOST_TIE, quantile(pairs, TIE))
-    heads = ("generation", "axes", "devices", "rows", "plans", "band of all these", "band of the generation")
-    return f"{_TEXT}\n{markdown_table(heads, lines)}\n{_TIES.format(pairs=len(pairs), tie=tie)}"
+    off = quantile(pairs, TIE)
+    ties = _TIES.format(pairs=len(pairs), off=off, tie=min(MOST_TIE, off))
+    heads = ("generation", "sources", "steps", "promised", "band")
+    parts = _TEXT.format(level=LEVEL, fewest=FEWEST), markdown_table(heads, bands), ties, _SEEN
+    return "\n".join([*parts, markdown_table(("generation", "tables", "rows"), seen)])
 
 
 def _steps(table: Table, setting: Callable[[Cells], _Setting]) -> Iterator[Validated]:
     for row in table.rows:
-        device, devices, axes, task, kind = setting(dict(zip(table.heads, row.cells, strict=True)))
+        found = setting(dict(zip(table.heads, row.cells, strict=True)))
         # Of a rate, the step's error is that of its inverse.
         ratio = row.modelled / row.published if table.unit == "s" else row.published / row.modelled
-        yield Validated(kind, generation_of(device), frozenset(axes), devices, task, round(ratio - 1, 4))
+        yield _seen(found, ratio - 1, table.title)
+
+
+def _seen(row: _Setting, error: float, title: str) -> Validated:
+    generation, axes = generation_of(row.device), frozenset(row.axes)
+    software = row.software or OWN
+    return Validated(row.kind, generation, axes, row.devices, row.task, round(error, 4), title, software, True)
 
 
 def _forms(table: Table) -> Iterator[Validated]:
@@ -160,7 +175,7 @@ def _forms(table: Table) -> Iterator[Validated]:
         forms[row.cells[0]].append(row)
     for passes in forms.values():
         ratio = sum(row.modelled for row in passes) / sum(row.published for row in passes)
-        yield Validated("layer", generation_of("A100"), frozenset(("tensor",)), 8, "22B layer", round(ratio - 1, 4))
+        yield _seen(_Setting("A100", 8, ("tensor",), "22B layer", "layer", "megatron"), ratio - 1, _FORMS)
 
 
 def _probed() -> Iterator[Validated]:
@@ -169,7 +184,8 @@ def _probed() -> Iterator[Validated]:
             ratio = float(cells["predicted s"]) / float(cells["measured s"])
             plan = cells["plan"]
             axes = [axis for axis, sign in (("outer", "every"), ("pipeline", "stages")) if sign in plan]
-            yield Validated(STEP, CPU, frozenset(axes), _RANKS, cells.get("place", "slow link"), round(ratio - 1, 4))
+            place = cells.get("place", "slow link")
+            yield Validated(STEP, CPU, frozenset(axes), _RANKS, place, round(ratio - 1, 4), place)
 
 
 def _table_of(text: str) -> Iterator[Cells]:

@@ -1,27 +1,27 @@
-"""Error bands of predicted figures, from the errors of validated predictions of similar plans.
+"""Error bands of predicted figures, from the errors of predicted steps that their model was not built on.
 
 `validated.csv` has the whole-step rows of docs/validation.md and the predictions on probed CPUs
 (docs/benchmarks/slow-predictions.md, docs/probing.md): device generation, axes beside data (and fp8), number of
-devices, and error. `python -m bench.validation` writes it; tests/bench/test_validation.py checks it against the docs.
+devices, source, and error. `python -m bench.validation` writes it; tests/bench/test_validation.py checks it against the
+docs. Rows that were seen while the model was built (`seen`) give no band.
 
 The miss of a row is the ratio of the larger to the smaller figure, minus one, so one band serves seconds and rates.
-Rows of one plan on several numbers of devices (`WIDTH`) are not independent: they count once, with the largest miss.
-`band_of` picks the band of a plan:
+Rows of one source share its software and its machine, so a **source** is the unit that is exchanged with the next one:
+with k sources whose misses have the distributions F_1 .. F_k, the band is the least b with
 
-- Rows are **near** if they have the plan's generation and axes, and a number of devices within a factor of `NEAR`.
-  With at least `FEWEST` of them, the band is the `OF_NEAR` quantile of their misses.
-- Otherwise rows are **akin** if they share an axis beside data with the plan, on any number of devices, and agree with
-  it on fp8, experts and islands. With at least `FEWEST` of them, the band is the `OF_FAR` quantile of their misses.
-- Otherwise it is the `OF_FAR` quantile of all misses of the generation.
-- A generation with fewer than `FEWEST` rows gets the band of the generation with the largest misses.
+    (F_1(b) + ... + F_k(b)) / (k + 1) >= LEVEL
 
-The quantile of n misses is the ceil((n + 1) share)-th smallest, capped at the largest: the next row of the kind lies
-below it with at least that probability (split conformal prediction, Lei et al. 1604.04173, section 2.2).
+A step of a source that nobody has seen lies within it with at least that probability, if sources are exchangeable
+(pooled distributions of a two-layer hierarchy: Dunn, Wasserman and Ramdas 1809.07441, section 3.1). No b satisfies this
+with fewer than `FEWEST` sources: k of them can promise k / (k + 1), and that only for the largest miss. `band_of`
+takes the sources of the device's generation if they are that many. Otherwise it is the widest band of a generation or
+of all accelerators together, so that fewer witnesses never make it narrower. A probed CPU has runs of this project
+alone, and its band says what they can promise.
 
 Two plans of one search share most of their errors: clocks, kernels, links. Their *relative* error is the ratio of
-their errors. Among pairs of rows of one task (machine, model and sequence) whose numbers of devices differ by at most
-a factor of `PAIR`, a share `TIE` has a relative error below `tie_share`, which is capped at `MOST_TIE`: plans that are
-closer than that are reported as ties.
+their errors. Among pairs of unseen rows of one task (machine, model and sequence) whose numbers of devices differ by at
+most a factor of `PAIR`, a share `TIE` has a relative error below `tie_share`, which is capped at `MOST_TIE`: plans that
+are closer than that are reported as ties.
 """
 
 import csv
@@ -36,20 +36,20 @@ from typing import NamedTuple
 
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, Plan
 
 STEP = "step"  # the kind of a row of a whole step; others serve to compare plans alone
 WIDTH = "width"  # the kind of a step whose plan other rows have on other numbers of devices: it compares none
 FP8 = "fp8"  # named among the axes: products of layers are in 8 bits
 CPU = "CPU"  # generation of ranks on a probed CPU
-NEAR, FEWEST = 4, 5
-OF_NEAR, OF_FAR = 0.8, 0.95
+OWN = "own"  # the software that a row is priced as: this runtime
+LEVEL = 0.8  # probability that a step of another source misses by less than the band
+FEWEST = 4  # sources that can promise it
 PAIR, TIE, MOST_TIE = 2, 0.8, 0.05
 FILE = "validated.csv"
 _AXES = (*AXES, "experts", "outer")
-_TRAITS = frozenset(("experts", "outer", FP8))  # with which steps differ in more than their messages
-_HEADS = ("kind", "generation", "axes", "devices", "task", "error")
+_HEADS = ("kind", "generation", "axes", "devices", "task", "error", "source", "software", "seen")
+_SEEN = "seen"
 # Device name -> generation; the first key that a name contains applies.
 _GENERATIONS = {
     "GB200": "Blackwell",
@@ -71,7 +71,7 @@ _GENERATIONS = {
 
 
 class Validated(NamedTuple):
-    """A validated row. `error` is predicted over measured seconds, minus one."""
+    """A validated row. `error` is predicted over measured seconds, minus one, priced as `software` runs the step."""
 
     kind: str
     generation: str
@@ -79,6 +79,9 @@ class Validated(NamedTuple):
     devices: int
     task: str
     error: float
+    source: str
+    software: str = OWN
+    seen: bool = False  # while the model was built: it gives no band
 
     @property
     def miss(self) -> float:
@@ -112,7 +115,7 @@ def csv_text(rows: Iterable[Validated]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(_HEADS)
-    writer.writerows([*row[:2], " ".join(sorted(row.axes)), *row[3:]] for row in rows)
+    writer.writerows([*row[:2], " ".join(sorted(row.axes)), *row[3:-1], _SEEN * row.seen] for row in rows)
     return out.getvalue()
 
 
@@ -128,6 +131,9 @@ def validated() -> tuple[Validated, ...]:
             int(line["devices"]),
             line["task"],
             float(line["error"]),
+            line["source"],
+            line["software"],
+            line["seen"] == _SEEN,
         )
         for line in csv.DictReader(io.StringIO(text))
     )
@@ -140,64 +146,81 @@ def generation_of(device: str) -> str:
 
 def band_of(cluster: Cluster, plan: Plan) -> Band:
     """Error band of all predicted figures of a plan: seconds, rates, shares of the peak, prices."""
-    device, mesh = cluster.device, Mesh.of(cluster, plan)
+    device = cluster.device
     generation = generation_of(device.name)
     if device.type == "cpu":
         # A described CPU has no measured rates, so its rows do not apply.
         generation = CPU if cluster.is_measured else ""
-    axes = {axis for axis in AXES if axis != "data" and mesh.total(axis) > 1}
-    axes |= {"experts"} if plan.experts else set()
-    axes |= {"outer"} if plan.outer.has_islands else set()
-    axes |= {FP8} if plan.products is not None else set()
-    return _band(generation, frozenset(axes), cluster.world_size)
+    return _band(generation, OWN)
 
 
 @cache
-def _band(generation: str, axes: frozenset[str], devices: int) -> Band:
-    alike = [row for row in validated() if row.is_step and generation and row.generation == generation]
-    near = [row for row in alike if row.axes == axes and max(row.devices, devices) <= NEAR * min(row.devices, devices)]
-    misses = misses_of(near)
-    if len(misses) >= FEWEST:
-        widths = sorted({row.devices for row in near})
-        span = counted(widths[0], "device") if len(widths) == 1 else f"{widths[0]} to {widths[-1]} devices"
-        words = f"{percent(OF_NEAR)} of {len(misses)} validated steps like it miss by less ({generation}, "
-        return Band(share=quantile(misses, OF_NEAR), words=f"{words}{axes_words(axes)}, {span})")
-    here = f"{generation or 'this device'}, {axes_words(axes)}, {counted(devices, 'device')}"
-    related = misses_of(row for row in alike if row.axes & axes - _TRAITS and row.axes & _TRAITS == axes & _TRAITS)
-    if len(related) >= FEWEST:
+def _band(generation: str, software: str) -> Band:
+    rows = [row for row in validated() if row.is_step and not row.seen and row.software == software]
+    here = by_source(row for row in rows if generation and row.generation == generation)
+    if generation == CPU:
+        level = promised(len(here))
+        words = f"{percent(level)} of steps elsewhere miss by less ({len(here)} sets of runs of Terrace on probed CPUs)"
+        return Band(share=pooled_quantile(here, level), words=words)
+    if len(here) >= FEWEST:
         words = (
-            f"no validated step is near ({here}); {percent(OF_FAR)} of {len(related)} with one of its axes miss by less"
+            f"{percent(LEVEL)} of steps of software and machines not seen before miss by less ({len(here)} published "
+            f"sources on {generation}; no GPU has run Terrace yet)"
         )
-        return Band(share=quantile(related, OF_FAR), words=words)
-    every = misses_of(alike)
-    if len(every) < FEWEST:
-        return widest_band(here)
-    words = f"no validated step is near ({here}); {percent(OF_FAR)} of all {len(every)} on {generation} miss by less"
-    return Band(share=quantile(every, OF_FAR), words=words)
-
-
-def misses_of(rows: Iterable[Validated]) -> list[float]:
-    """Miss of each row. Rows of one task on several numbers of devices count once, with their largest miss."""
-    found: list[float] = []
-    widths: dict[str, float] = {}
-    for row in rows:
-        if row.kind == WIDTH:
-            widths[row.task] = max(row.miss, widths.get(row.task, 0.0))
-        else:
-            found.append(row.miss)
-    return [*found, *widths.values()]
+        return Band(share=pooled_quantile(here, LEVEL), words=words)
+    return _widest(rows, f"{counted(len(here), 'published source')} on {generation or 'this device'}")
 
 
 def widest_band(what: str) -> Band:
-    """Band of the generation with the largest errors, for a subject with too few validated rows."""
-    generations: dict[str, list[Validated]] = {}
-    for row in validated():
-        if row.is_step:
-            generations.setdefault(row.generation, []).append(row)
-    misses = [misses_of(rows) for rows in generations.values()]
-    share = max(quantile(each, OF_FAR) for each in misses)
-    taken = f"band taken from all {sum(map(len, misses))} rows, of the devices missed most"
-    return Band(share=share, words=f"no validated step is near ({what}): {taken}")
+    """Band of a subject that no validated row is like."""
+    rows = [row for row in validated() if row.is_step and not row.seen and row.software == OWN]
+    return _widest(rows, f"no validated step is like it ({what})")
+
+
+def _widest(rows: Sequence[Validated], why: str) -> Band:
+    share, num_sources = widest_quantile(rows)
+    level = percent(promised(num_sources))
+    words = (
+        f"{why}, so it is the widest band, of {num_sources} sources on other GPUs: {level} of their steps miss by less"
+    )
+    return Band(share=share, words=words)
+
+
+def widest_quantile(rows: Iterable[Validated]) -> tuple[float, int]:
+    """(Widest band of the generations of accelerators and of all of them together, number of its sources)."""
+    found = [row for row in rows if row.generation != CPU]
+    groups = [found] + [[row for row in found if row.generation == each] for each in {row.generation for row in found}]
+    sources = [by_source(each) for each in groups]
+    # A generation with few sources cannot promise as much as all of them can.
+    able = [each for each in sources if len(each) >= FEWEST] or sources[:1]
+    return max((pooled_quantile(each, promised(len(each))), len(each)) for each in able)
+
+
+def by_source(rows: Iterable[Validated]) -> list[list[float]]:
+    """Misses of the rows of each source."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row.source, []).append(row.miss)
+    return list(found.values())
+
+
+def promised(num_sources: int) -> float:
+    """Probability that a band of so many sources can promise, at most `LEVEL`."""
+    return min(LEVEL, num_sources / (num_sources + 1))
+
+
+def pooled_quantile(sources: Sequence[Sequence[float]], level: float) -> float:
+    """The least miss b at which the mean of the sources' distributions, counted with one more, reaches `level`.
+
+    `sources` holds the misses of each. `level` is at most k / (k + 1) of k sources.
+    """
+    weighted = sorted((miss, 1 / len(misses)) for misses in sources for miss in misses)
+    wanted, found = level * (len(sources) + 1), 0.0
+    for miss, weight in weighted:
+        found += weight
+        if found >= wanted * (1 - 1e-9):
+            return miss
+    return weighted[-1][0]
 
 
 def axes_words(axes: Iterable[str]) -> str:
@@ -220,7 +243,7 @@ def relative_errors(rows: Iterable[Validated]) -> list[float]:
     by_task: dict[str, list[Validated]] = {}
     for row in rows:
         # CPU rows also vary with the load of the machine.
-        if row.generation != CPU and row.kind != WIDTH:
+        if row.generation != CPU and row.kind != WIDTH and not row.seen and row.software == OWN:
             by_task.setdefault(row.task, []).append(row)
     return [
         math.expm1(abs(math.log1p(one.error) - math.log1p(other.error)))

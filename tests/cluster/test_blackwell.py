@@ -120,7 +120,7 @@ def test_collectives_inside_a_node(name: str, members: int, rows: dict[int, floa
 def test_eight_b200_have_the_bands_of_their_generation() -> None:
     cluster = load_cluster("dgx-b200").resized(1)
     assert generation_of(cluster.device.name) == generation_of("NVIDIA B200") == "Blackwell"
-    assert "Blackwell, data axis, 8 devices" in band_of(cluster, preset("ddp", cluster)).words
+    assert "1 published source on Blackwell" in band_of(cluster, preset("ddp", cluster)).words
 
 
 def test_a_search_on_eight_b200_answers(
