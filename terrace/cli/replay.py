@@ -26,6 +26,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     from terrace.launch.start import launch_local, local_devices
     from terrace.probe.machine import memory_bytes
     from terrace.report.table import Table
+    from terrace.train.deals import Deals, read_deals
     from terrace.train.job import RunJob
     from terrace.train.joined import check_local
     from terrace.train.prediction import checked_programs, forget_programs, resolved_run
@@ -46,12 +47,15 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     config = replace(config, train=replace(config.train, compile=False))
     checked_programs(config)
     forget_programs()
+    resolved, deals = resolved_run(config), read_deals(options.folder)
+    first_shares = Deals(resolved.plan.shares, deals).at(0 if checkpoint is None else checkpoint.step)
     job = RunJob(
-        run=resolved_run(config),
+        run=replace(resolved, plan=replace(resolved.plan, shares=first_shares)),
         folder=options.folder,
         sources=sources,
         tokenizer_fingerprint=tokenizer.fingerprint,
         resume=None if checkpoint is None else checkpoint.folder,
+        deals=deals,
     )
     begin = "its initial values" if job.resume is None else job.resume.name
     print(f"step {options.step} of {options.folder}, from {begin}", flush=True)

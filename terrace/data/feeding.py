@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+DEPTH = 2
+MADE_AHEAD = DEPTH + 1  # steps behind the one that runs that may be made already: one waits in the thread
 _LEAVE_S = 5.0
 _POLL_S = 0.1  # how long a closed feeder's thread may linger when its queue is full
 
@@ -19,7 +21,7 @@ _POLL_S = 0.1  # how long a closed feeder's thread may linger when its queue is 
 class Feeder(Generic[T]):
     """Calls `make(step)` ahead of time, in a thread, for every step from `first` up to `end`."""
 
-    def __init__(self, make: Callable[[int], T], first: int, end: int, depth: int = 2) -> None:
+    def __init__(self, make: Callable[[int], T], first: int, end: int, depth: int = DEPTH) -> None:
         assert depth >= 1, f"depth {depth}"
         self._make = make
         self._made: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(maxsize=depth)

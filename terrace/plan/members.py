@@ -129,6 +129,31 @@ def check_shares(cluster: Cluster, plan: Plan, layout: Layout) -> None:
     _check_units(cluster, plan, layout, here)
 
 
+def check_new_shares(cluster: Cluster, plan: Plan, layout: Layout, key: str) -> None:
+    """Raise `PlanError` unless a run may deal other shares while it goes on, as `key` asks for. `layout` is settled."""
+    tier = cluster.tiers[-1]
+    if not plan.shares:
+        raise PlanError(
+            f"{key} deals micro-batches anew among the members of the outermost tier {tier.name!r}, and the plan has "
+            f"no shares: give it plan.shares, such as {[1] * tier.size} times the micro-batches of a rank, or leave "
+            f"{key} out"
+        )
+    if tier.size == 1:
+        raise PlanError(f"{key}: tier {tier.name!r} has 1 member, which has all micro-batches: leave it out")
+    if often := _often(cluster, plan, layout):
+        state, words = often
+        raise PlanError(
+            f"{key}: {words}, so members need equally many units, whatever their speeds: place {state} inside "
+            f"{tier.name!r}, or leave {key} out"
+        )
+    for state, is_below in (("grads", plan.keep.grads_below), ("activations", plan.keep.activations_below)):
+        if is_below:
+            raise PlanError(
+                f"{key}: keep.{state} = {getattr(plan.keep, state)!r} has the room that the first shares need: leave "
+                "one of them out"
+            )
+
+
 def with_shared_size(plan: Plan, layout: Layout, batch: int) -> Plan:
     """The plan with the micro-batch at which its shares add up to `batch` sequences; unchanged if there is none."""
     size, rest = divmod(batch, max(1, sum(plan.shares) * ranks_of_member(plan, layout)))
@@ -179,8 +204,16 @@ def _check_axes(cluster: Cluster, plan: Plan, here: str) -> None:
 
 def _check_units(cluster: Cluster, plan: Plan, layout: Layout, here: str) -> None:
     # Members with equally many units send equally many messages.
-    if len({count_units(share, plan.unit) for share in plan.shares}) == 1:
-        return
+    if len({count_units(share, plan.unit) for share in plan.shares}) > 1 and (often := _often(cluster, plan, layout)):
+        state, words = often
+        raise PlanError(
+            f"{here}: {words}, and members would have different numbers of units: place {state} inside "
+            f"{cluster.tiers[-1].name!r}, or write unit = {max(plan.shares)}"
+        )
+
+
+def _often(cluster: Cluster, plan: Plan, layout: Layout) -> tuple[str, str] | None:
+    """The state that crosses the outermost tier for every unit, and words on it."""
     tier = cluster.tiers[-1].name
     # The first gather of a step writes a secondary copy, which serves the others.
     gathered = layout.params == layout.outermost and not layout.has_secondary
@@ -188,8 +221,8 @@ def _check_units(cluster: Cluster, plan: Plan, layout: Layout, here: str) -> Non
     for state, crosses in often.items():
         if crosses:
             what = "reduced" if state == "grads" else "gathered"
-            raise PlanError(
-                f"{here}: {state} = {getattr(plan, state)!r} are {what} across tier {tier!r} for every unit of "
-                f"{counted(plan.unit, 'micro-batch')}, and members would have different numbers of units: place "
-                f"{state} inside {tier!r}, or write unit = {max(plan.shares)}"
+            return state, (
+                f"{state} = {getattr(plan, state)!r} are {what} across tier {tier!r} for every unit of "
+                f"{counted(plan.unit, 'micro-batch')}"
             )
+    return None

@@ -94,8 +94,7 @@ def _dealt(task: Task, plan: Plan, estimate: Estimate, even_s: float) -> Deal:
     alone = replace(plan, shares=(1,) * task.cluster.tiers[-1].size)
     validate(task.cluster, alone, task.blocks)
     total = step.num_micros * layout.data_degree // ranks_of_member(alone, layout)
-    by_cluster = {alike: _seconds(replace(step, cluster=alike)) for alike, _ in task.cluster.alike}
-    seconds = [by_cluster[alike] for alike, count in task.cluster.alike for _ in range(count)]
+    seconds = _of_members(step)
     shared = replace(plan, shares=least_shares(total, seconds))
     validate(task.cluster, shared, task.blocks)
     found = predict_step(replace(step, plan=shared, num_micros=max(shared.shares)))
@@ -108,6 +107,16 @@ def _dealt(task: Task, plan: Plan, estimate: Estimate, even_s: float) -> Deal:
         even_s=even_s,
         waits_s=tuple(max(0.0, found.step_s - each) for each in own_s),
     )
+
+
+def dealt_anew(step: Step) -> tuple[tuple[int, ...], float, float]:
+    """The best shares of as many micro-batches as a step with shares has, on the members of its cluster.
+
+    Returns them, the seconds of the step with its own, and with these.
+    """
+    shares = least_shares(sum(step.plan.shares), _of_members(step))
+    dealt = replace(step, plan=replace(step.plan, shares=shares), num_micros=max(shares))
+    return shares, predict_step(step).step_s, predict_step(dealt).step_s
 
 
 def _staged(task: Task, plan: Plan, estimate: Estimate) -> Deal:
@@ -145,6 +154,11 @@ def best_deal(task: Task, plans: Iterable[tuple[Plan, Estimate]], most_s: float)
             if each.estimate.step_s < most_s:
                 found, most_s = each, each.estimate.step_s
     return found
+
+
+def _of_members(step: Step) -> list[Seconds]:
+    by_cluster = {alike: _seconds(replace(step, cluster=alike)) for alike, _ in step.cluster.alike}
+    return [by_cluster[alike] for alike, count in step.cluster.alike for _ in range(count)]
 
 
 def _seconds(step: Step) -> Seconds:

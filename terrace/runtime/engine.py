@@ -139,6 +139,23 @@ class Engine:
         assert isinstance(result, StepResult), "the ranks agree on an error"
         return result
 
+    def deal(self, shares: Sequence[int]) -> None:
+        """Give the members of the outermost tier other numbers of micro-batches from the next step on.
+
+        Every rank calls this between the same two steps. All members hold the same states, so no state moves. Raises
+        `PlanError` for shares that the plan cannot have.
+        """
+        own = self.program
+        workload = Workload(
+            cluster=own.cluster,
+            plan=replace(own.plan, shares=tuple(shares)),
+            num_micros=max(shares),
+            sequence=own.model.sequence,
+        )
+        self.program = workload.program_of(self.rank, self.state.specs)
+        self._programs = {NO_EXCHANGE: self.program}
+        self._forward = self._given = None
+
     def finish(self) -> list[OuterResult]:
         """Exchange all pending changes between islands, after which they have equal parameters.
 

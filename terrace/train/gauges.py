@@ -39,7 +39,6 @@ class Gauges(Hook):
         self._engine, self._used = engine, utilisation_of(job.run, cluster, engine.device.type)
         self._second, self._predicted_s, self._measure = first_step + 2, predicted_s, measure
         program, stage = engine.program, engine.program.stage.index
-        self._over_own = tokens_over_own(program.cluster, program.plan, program.layout, engine.rank)
         writes = bool(engine.load.layers) and program.mesh.at_stage(0, stage) == engine.rank
         train = job.run.train
         if engine.rank == 0 and has_routers(program.blocks):
@@ -58,7 +57,9 @@ class Gauges(Hook):
         if done.number == self._second and self._engine.rank == 0 and self._used.is_measured_here:
             self._check_peak(step_s)
         # Each island runs its own steps, and `num_tokens` are those of one.
-        tokens_per_s = self._over_own * num_tokens / step_s
+        program = self._engine.program
+        over_own = tokens_over_own(program.cluster, program.plan, program.layout, self._engine.rank)
+        tokens_per_s = over_own * num_tokens / step_s
         done.figures.update(
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_device=tokens_per_s / self._used.num_devices,

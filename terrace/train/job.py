@@ -16,6 +16,7 @@ from terrace.checkpoint.layout import latest
 from terrace.data.batches import Source
 from terrace.data.eval_batches import EvalSource
 from terrace.train.config import RunConfig, run_toml
+from terrace.train.deals import Dealt
 from terrace.train.rules import checked_run
 from terrace.train.runs import again
 
@@ -27,7 +28,7 @@ class JobInputs:
     `config` is the new content of config.toml, if the folder has one of an earlier start; rank 0 writes it once all
     ranks are ready and it holds the folder's lock. `changes` lists settings that differ from that file's. `memory` is
     the manifest of a checkpoint in the memory of machines, and `resume` is then its folder on this one. `eval_sources`
-    are only evaluated.
+    are only evaluated. `deals` are the shares that the run had dealt by then, and deals in the steps that it repeats.
     """
 
     folder: Path
@@ -38,6 +39,7 @@ class JobInputs:
     changes: tuple[str, ...] = ()
     memory: str = ""
     eval_sources: tuple[EvalSource, ...] = ()
+    deals: tuple[Dealt, ...] = ()
     command: str = "terrace"  # as the user has called it
 
 

@@ -1,6 +1,6 @@
 """Makes a rank's micro-batches on the host, ahead of the step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from terrace.plan.dims import has_routers
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
 from terrace.train.context_batches import ContextBatches
+from terrace.train.deals import Shares
 
 
 class StepBatches(NamedTuple):
@@ -34,7 +35,7 @@ class StepBatches(NamedTuple):
 
 class MicroBatches:
     """Makes a rank's micro-batches from whole rows, or from local tokens if `context` is given; in page-locked memory
-    if `pinned`.
+    if `pinned`. `shares_at` are the shares of members in a step (terrace.train.deals), by default the program's.
     """
 
     def __init__(
@@ -44,16 +45,17 @@ class MicroBatches:
         rank: int,
         pinned: bool,
         context: ContextBatches | None = None,
+        shares_at: Callable[[int], Shares] | None = None,
     ) -> None:
         self._batches, self._context, self._has_routers = batches, context, has_routers(program.blocks)
         self._program, self._pinned = program, pinned
-        layout, plan = program.layout, program.plan
+        self._shares_at = shares_at or (lambda step: program.plan.shares)
         # Tensor and pipeline ranks of one data rank read the same rows.
-        self._dealt = layout.data_rank(rank), layout.data_degree, plan.micro_batch, plan.shares
+        self._place = program.layout.data_rank(rank), program.layout.data_degree, program.plan.micro_batch
 
     def step(self, step: int) -> StepBatches:
         if self._context is None:
-            rows = self._batches.micro_batches(step, *self._dealt)
+            rows = self._batches.micro_batches(step, *self._place, self._shares_at(step))
             return StepBatches([self._whole(step, micro, arrays) for micro, arrays in enumerate(rows)], None)
         local = self._context.step(step, self._has_routers)
         micros = [
@@ -71,13 +73,13 @@ class MicroBatches:
         inputs, labels, *positions = map(self._tensor, arrays)
         if not self._has_routers:
             return Batch(inputs, labels, *positions)
-        place, degree, size, shares = self._dealt
+        (place, degree, size), shares = self._place, self._shares_at(step)
         micros = micros_of_rank(self._batches.batch // size, place, degree, shares)
         first = step * self._batches.batch + int(micros[micro]) * size
         lengths, pairs = None, self._batches.pairs
         if pairs is not None:
             assert isinstance(self._batches, Batches), "pairs are not evaluated"
-            samples = self._batches.samples_of(step, *self._dealt)
+            samples = self._batches.samples_of(step, *self._place, shares)
             lengths = torch.from_numpy(pairs.lengths[samples[micro * size : (micro + 1) * size]])
         batch = Batch(inputs, labels, *positions).with_places(first, lengths=lengths)
         if not self._pinned or batch.places is None:

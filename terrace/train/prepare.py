@@ -29,6 +29,7 @@ from terrace.runtime.compiled import check_compiler
 from terrace.runtime.kept.file import check_folder
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
+from terrace.train.deals import Deals, deals_to_resume
 from terrace.train.effects import why_no_sample
 from terrace.train.evaluated import eval_batches_of
 from terrace.train.facts import OBJECTIVE, check_facts, model_facts
@@ -121,6 +122,8 @@ def prepare(
     chosen = resume or new_folder(folder, going_on)
     # A file of an earlier start is replaced by rank 0, once the ranks are ready and it holds the folder.
     earlier = earlier_table(chosen)
+    begun = 0 if checkpoint is None else checkpoint.step
+    deals = () if checkpoint is None else deals_to_resume(chosen, begun, earlier or {}, plan.shares)
     try:
         with folder_lock(chosen):
             for name, content in carried.items():
@@ -132,7 +135,11 @@ def prepare(
             shutil.rmtree(chosen, ignore_errors=True)
         raise unusable(chosen, error) from error
     return RunJob(
-        run=replace(config, plan=plan, train=replace(config.train, compile=is_compiled)),
+        run=replace(
+            config,
+            plan=replace(plan, shares=Deals(plan.shares, deals).at(begun)),
+            train=replace(config.train, compile=is_compiled),
+        ),
         folder=chosen,
         sources=sources,
         eval_sources=evaluated,
@@ -141,6 +148,7 @@ def prepare(
         config="" if earlier is None else run_toml(config),
         changes=() if checkpoint is None else _changes(checkpoint.step, earlier, config),
         memory="" if checkpoint is None else checkpoint.text,
+        deals=deals,
         command=called(),
     )
 

@@ -33,6 +33,7 @@ from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from terrace.sequence.cost import WorkCost
 from terrace.train.adapted import run_blocks_of
 from terrace.train.context_batches import ContextBatches
+from terrace.train.deals import Deals
 from terrace.train.distilled import learning_of
 from terrace.train.facts import kept_cost, work_cost
 from terrace.train.job import RunJob
@@ -65,6 +66,7 @@ class RankOfRun:
         self.batches = Batches(
             job.sources, run.train.sequence, run.rows, run.train.seed, run.data.holdout, vocabulary_size(run.model)
         )
+        self.deals = Deals(run.plan.shares, job.deals)
         self.learning = learning_of(run, self.batches)
         self.reporter = Reporter(dog, compiles=bool(run.train.compile))
         self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
@@ -95,6 +97,14 @@ class RankOfRun:
             self.observer.note(said)
         return checkpoint.step
 
+    def deal(self, step: int) -> bool:
+        """Let the engine have the shares of step `step`, counted from 0. Returns whether it had others."""
+        shares = self.deals.at(step)
+        if shares == self.engine.program.plan.shares:
+            return False
+        self.engine.deal(shares)
+        return True
+
     def close(self) -> None:
         """Stop the engine's lanes, and what runs beside it."""
         self.learning.close()
@@ -116,7 +126,9 @@ class RankOfRun:
         context = None
         if cost is not None:
             context = ContextBatches(batches, run.cluster, run.plan, program.num_micros, rank, cost)
-        return MicroBatches(batches, program, rank, has_streams(self.engine.device), context)
+        # Training batches are made ahead of their step, those of an evaluation within it.
+        shares_at = self.deals.at if isinstance(batches, Batches) else lambda step: self.engine.program.plan.shares
+        return MicroBatches(batches, program, rank, has_streams(self.engine.device), context, shares_at)
 
 
 def _engine(job: RunJob, rank: int, objective: Objective, progress: Progress) -> Engine:

@@ -50,6 +50,7 @@ def replay_rank(world: World, job: RunJob, number: int) -> Replayed:
         batches_of = rank.learning.fed(made)
         for step in range(first_step, number):
             rank.reporter.step = step
+            rank.deal(step)
             micros = rank.learning.ready(batches_of(step), engine).micros
             if step == number - 1:
                 break

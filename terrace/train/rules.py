@@ -19,7 +19,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
 from terrace.plan.keep_rules import kept_in
-from terrace.plan.members import with_shared_size
+from terrace.plan.members import check_new_shares, with_shared_size
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate
 from terrace.train.config import RunConfig, parse_sections
@@ -82,6 +82,8 @@ def _check(run: RunConfig) -> None:
         )
     if run.train.checkpoint_every == AUTO:
         check_cadence(run)
+    if run.train.follow:
+        check_following(run)
     kept_in(run.plan, run.train.keep_folder, "train.keep_folder")
     if not any(block.num_trainable for block in blocks):
         raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
@@ -102,6 +104,16 @@ def check_cadence(run: RunConfig) -> None:
             f"{key} is agreed by all ranks after each save, and islands (plan.outer) go on apart: give a number of "
             "steps"
         )
+
+
+def check_following(run: RunConfig) -> None:
+    """Raises a `TerraceError` where `train.follow = true` cannot deal shares anew."""
+    key = "train.follow = true"
+    check_new_shares(run.cluster, run.plan, run.layout, key)
+    if is_context_parallel(run.mesh, run.plan):
+        raise PlanError(f"{key} deals whole rows, and a context axis divides them: leave one of them out")
+    if run.on_pairs:
+        raise ConfigError(f'{key} is not implemented for train.objective = "{run.train.objective}": leave it out')
 
 
 def attention_case(run: RunConfig, backend: str) -> AttentionCase:

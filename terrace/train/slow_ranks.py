@@ -19,8 +19,16 @@ class SlowRanks(Hook):
     def __init__(self, rank: "RankOfRun") -> None:
         self._dog, self._train, self._observer = rank.dog, rank.run.train, rank.observer
         self._known = frozenset[int]()
-        program = rank.engine.program
-        peers = defaultdict[tuple[int, int], list[int]](list)
+        self._engine, self._shares = rank.engine, rank.engine.program.plan.shares
+        self._compare()
+
+    def before(self, step: int) -> None:
+        if self._shares != self._engine.program.plan.shares:  # dealt anew
+            self._shares = self._engine.program.plan.shares
+            self._compare()
+
+    def _compare(self) -> None:
+        program, peers = self._engine.program, defaultdict[tuple[int, int], list[int]](list)
         for each in range(program.cluster.world_size):
             # Ranks of one stage compute the same, if their members have equal shares.
             micros = num_micros_of(program.cluster, program.plan, each, program.num_micros)

@@ -1,0 +1,184 @@
+"""A run that follows its cluster: measured speeds of members beside those that its shares were dealt for.
+
+The speed of a member is that of its forwards and backwards: the predicted seconds of its micro-batches over the
+measured ones, the median of the last `train.slow_steps` steps. After as many steps all ranks exchange their medians. If
+speeds have changed by more than `BAND` between members, rank 0 deals the same micro-batches by the new speeds and
+predicts a step with both. Under `train.follow` they are dealt so from the first step whose batches are not made yet;
+else a line says what that would bring. All members hold the same states, so nothing moves and nobody restarts.
+
+Steps that a resumed run repeats have the shares that they had (terrace.train.deals): nothing is measured in them.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from terrace.base.errors import PlanError, TrainingError
+from terrace.base.words import seconds as in_seconds
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.members import Member
+from terrace.data.feeding import MADE_AHEAD
+from terrace.plan.members import check_new_shares, num_micros_of
+from terrace.simulate.members import member_step
+from terrace.simulate.step import Step, predict_alike
+from terrace.train.deals import DEALS, Dealt
+from terrace.train.hooks import Hook, StepDone
+from terrace.train.metrics import read_metrics
+from terrace.train.prediction import step_of
+
+if TYPE_CHECKING:
+    from terrace.train.rank import RankOfRun
+
+BAND = 0.1  # of speeds between members, by which two measurements of the same members may differ: a guess
+WORTH_IT = 0.05  # part of a step by which other shares must shorten it
+_GRID = 0.02  # ratio of two speeds that are played apart: members of one machine type are alike
+_COMPUTING = ("forward", "backward")
+
+
+def computing_s(time_s: Mapping[str, float]) -> float:
+    """Seconds of forwards and backwards in a step."""
+    return sum(time_s.get(name, 0.0) for name in _COMPUTING)
+
+
+def speeds_of(step: Step, measured_s: Sequence[float]) -> list[float]:
+    """Speeds of members over those of `step`'s cluster. `measured_s` are seconds of a micro-batch by rank.
+
+    A member is as fast as its slowest rank.
+    """
+    cluster, mesh = step.cluster, step.model.mesh
+    size, found = cluster.tiers[-1].size, list[float]()
+    for member in range(size):
+        own = member_step(step, member)
+        times_s = predict_alike(own).times_s
+        ranks = [rank for rank in range(cluster.world_size) if cluster.coordinates(rank)[-1] == member]
+        found.append(min(computing_s(times_s[mesh.stage(rank)]) / own.num_micros / measured_s[rank] for rank in ranks))
+    return found
+
+
+def with_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
+    """The cluster with each member `speeds` times as fast."""
+    tier = cluster.tiers[-1]
+    own = [replace(each, count=1) for each in tier.members or (Member(count=tier.size),) for _ in range(each.count)]
+    members = tuple(
+        replace(each, speed=each.speed * math.exp(_GRID * round(math.log(speed) / _GRID)))
+        for each, speed in zip(own, speeds, strict=True)
+    )
+    return replace(cluster, tiers=(*cluster.tiers[:-1], replace(tier, members=members)))
+
+
+def speeds_words(speeds: Sequence[float]) -> str:
+    """The slowest and the fastest of changed members."""
+    slow, fast = min(speeds), max(speeds)
+    return (
+        f"member {speeds.index(slow)} computes at {slow:.2f} times the speed that shares were dealt for, member "
+        f"{speeds.index(fast)} at {fast:.2f} times"
+    )
+
+
+class Following(Hook):
+    """Measures the speeds of members, and deals shares anew or says what that would bring.
+
+    Of a plan without shares, or one that cannot have others, nothing is measured.
+    """
+
+    def __init__(self, rank: "RankOfRun", cluster: Cluster, first_step: int) -> None:
+        self._rank, self._at_start, self._cluster = rank, cluster, cluster
+        self._measured_s = deque[float](maxlen=rank.run.train.slow_steps)
+        self._looks = _may_deal(rank)
+        self._said: tuple[int, ...] = ()
+        self._known_until = first_step
+        if self._looks and rank.job.resume is not None:
+            self._known_until = self._rank.engine.comm.exchange(self._last_step(rank.job.folder))[0]
+
+    def begin(self) -> None:
+        # Those of a resume, of which it may have changed some; of a run that begins again nothing is left.
+        if self._rank.deals.dealt or (self._rank.job.folder / DEALS).exists():
+            self._write()
+
+    def before(self, step: int) -> None:
+        if self._rank.deal(step):
+            self._measured_s.clear()
+
+    def stepped(self, done: StepDone) -> None:
+        rank, program = self._rank, self._rank.engine.program
+        if not self._looks or done.problem is not None:
+            return
+        micros = num_micros_of(program.cluster, program.plan, rank.engine.rank, program.num_micros)
+        self._measured_s.append(computing_s(done.result.time_s) / micros)
+        # Islands meet where all of them exchange.
+        if len(self._measured_s) == self._measured_s.maxlen and not done.number % rank.run.plan.outer.every:
+            if done.number >= self._known_until:
+                self._look(done.number)
+            self._measured_s.clear()
+
+    def _look(self, number: int) -> None:
+        rank = self._rank
+        rank.dog.idle("comparing the speeds of members")
+        every = rank.engine.comm.exchange(statistics.median(self._measured_s))
+        told = rank.engine.comm.exchange(self._found(every) if rank.engine.rank == 0 else None)[0]
+        if told is None:
+            return
+        shares, now_s, dealt_s = tuple(told["shares"]), told["now_s"], told["dealt_s"]
+        own = list(rank.engine.program.plan.shares)
+        first, words = number + MADE_AHEAD, speeds_words(told["speeds"])
+        brings = f"a step takes {in_seconds(dealt_s)} with them, and {in_seconds(now_s)} with {own} (predicted)"
+        if not rank.run.train.follow:
+            if shares != self._said:
+                self._said = shares
+                rank.observer.note(
+                    f"{words}; of shares = {list(shares)} {brings}: set train.follow = true, or resume with "
+                    f'--plan.shares "{list(shares)}"'
+                )
+        elif first < rank.run.train.steps:
+            self._cluster = with_speeds(self._cluster, told["speeds"])
+            rank.deals.add(Dealt(step=first, shares=shares, predicted_s=dealt_s))
+            self._write()
+            self._known_until = first
+            rank.observer.note(f"{words}; shares = {list(shares)} from step {first + 1} on: {brings}")
+
+    def _found(self, measured_s: Sequence[float]) -> dict[str, Any] | None:
+        # Imported by the rank that deals alone: a run else needs no planner.
+        from terrace.planner.members import dealt_anew
+
+        plan = self._rank.engine.program.plan
+        step = replace(
+            step_of(self._rank.run, self._at_start), cluster=self._cluster, plan=plan, num_micros=max(plan.shares)
+        )
+        speeds = speeds_of(step, measured_s)
+        if max(speeds) / min(speeds) <= 1 + BAND:
+            return None
+        shares, now_s, dealt_s = dealt_anew(replace(step, cluster=with_speeds(step.cluster, speeds)))
+        if dealt_s > (1 - WORTH_IT) * now_s:
+            return None
+        return {"speeds": speeds, "shares": shares, "now_s": now_s, "dealt_s": dealt_s}
+
+    def _last_step(self, folder: Path) -> int:
+        # Of the steps that have shares already: those in the metrics of the earlier start, and what it has dealt.
+        dealt = max((each.step for each in self._rank.deals.dealt), default=0)
+        path = folder / "metrics.jsonl"
+        if self._rank.engine.rank or not path.is_file():
+            return dealt
+        return max([dealt, *(record.step for record in read_metrics(path))])
+
+    def _write(self) -> None:
+        if self._rank.engine.rank:
+            return
+        try:
+            self._rank.deals.write(self._rank.job.folder)
+        except OSError as error:
+            raise TrainingError(f"cannot write the shares of {self._rank.job.folder}: {error.strerror}") from error
+
+
+def _may_deal(rank: "RankOfRun") -> bool:
+    run = rank.run
+    if run.on_pairs or rank.engine.comm.context_group is not None:
+        return False
+    try:
+        check_new_shares(run.cluster, run.plan, run.layout, "train.follow = true")
+    except PlanError:
+        return False
+    return True

@@ -1,0 +1,115 @@
+"""Speeds of members from measured micro-batches, the shares dealt by them, and runs that cannot follow."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from terrace.base.errors import ConfigError, PlanError, TerraceError
+from terrace.cli.overrides import parse_overrides
+from terrace.cluster.members import Member
+from terrace.plan.outer import diloco
+from terrace.plan.presets import preset
+from terrace.planner.evaluate import step_of
+from terrace.planner.members import dealt_anew
+from terrace.planner.task import Task
+from terrace.simulate.members import member_step
+from terrace.simulate.step import Step, predict_alike, predict_step
+from terrace.train.follow import computing_s, speeds_of, with_speeds
+from terrace.train.resolve import resolve
+from tests.planner.test_member_deals import MODEL, SPEEDS, partitions, unequal
+from tests.support.nightly import nightly
+from tests.support.tiny_runs import write_run
+
+SHARES = (5, 3, 2, 2)
+
+
+def step_on(islands: bool) -> Step:
+    cluster = unequal(*SPEEDS)
+    plan = replace(preset("ddp", cluster), micro_batch=1)
+    if islands:
+        plan = replace(plan, outer=replace(diloco("node"), every=4))
+    task = Task(model=MODEL, cluster=cluster, batch=12, sequence=16, compute="fp32")
+    return replace(step_of(task, plan), plan=replace(plan, shares=SHARES), num_micros=max(SHARES))
+
+
+@pytest.mark.parametrize("islands", [False, *nightly(True)])
+def test_shares_dealt_by_measured_speeds_are_the_best_of_all_played(islands: bool) -> None:
+    """A member that has become slow, measured exactly; all shares of 12 micro-batches are predicted."""
+    step, slower = step_on(islands), (1.0, 0.4, 1.0, 1.3)
+    true = replace(step, cluster=with_speeds(step.cluster, slower))
+    assert [each.speed / own for each, own in zip(true.cluster.tiers[-1].members, SPEEDS, strict=True)] == (
+        pytest.approx(slower, rel=0.011)
+    )
+    measured_s = [
+        computing_s(predict_alike(member_step(true, member)).times_s[0]) / share for member, share in enumerate(SHARES)
+    ]
+    speeds = speeds_of(step, measured_s)
+    assert speeds == pytest.approx(slower, rel=0.07)  # what a launch takes is in both
+    shares, now_s, dealt_s = dealt_anew(replace(step, cluster=with_speeds(step.cluster, speeds)))
+    played = {
+        each: predict_step(replace(true, plan=replace(step.plan, shares=each), num_micros=max(each))).step_s
+        for each in partitions(12, 4)
+    }
+    assert now_s == pytest.approx(played[SHARES], rel=0.05)
+    assert dealt_s == pytest.approx(played[shares], rel=0.05)
+    assert played[shares] <= 1.05 * min(played.values())
+    assert dealt_s < now_s
+
+
+def test_a_member_is_as_fast_as_its_slowest_rank() -> None:
+    step = step_on(False)
+    cluster = replace(step.cluster, tiers=(replace(step.cluster.tiers[0], size=2), *step.cluster.tiers[1:]))
+    step = replace(step, cluster=replace(cluster, tiers=cluster.tiers), plan=replace(step.plan, shares=SHARES))
+    own_s = [
+        computing_s(predict_alike(member_step(step, rank // 2)).times_s[0]) / SHARES[rank // 2] for rank in range(8)
+    ]
+    own_s[3] *= 2  # of member 1
+    assert speeds_of(step, own_s) == pytest.approx([1.0, 0.5, 1.0, 1.0])
+
+
+def test_speeds_multiply_those_of_the_members_tables() -> None:
+    cluster = unequal(0.5, 0.5, 0.5)
+    *inner, tier = cluster.tiers
+    cluster = replace(cluster, tiers=(*inner, replace(tier, members=(Member(count=2, speed=0.5), Member(speed=0.25)))))
+    found = with_speeds(cluster, (1.0, 2.0, 1.0)).tiers[-1].members
+    assert [each.count for each in found] == [1, 1, 1]
+    assert [each.speed for each in found] == pytest.approx([0.5, 1.0, 0.25], rel=0.011)
+
+
+SHARED = ("--plan.shares", "[5, 3]")
+REFUSED: tuple[tuple[type[TerraceError], tuple[str, ...], str], ...] = (
+    (PlanError, (), r"train.follow = true deals .* 'node', and the plan has no shares: give it plan.shares, such as"),
+    (
+        PlanError,
+        (*SHARED, "--plan.grads", "node", "--plan.optimizer", "node", "--plan.unit", "5"),
+        r"train.follow = true: grads = 'node' are reduced across tier 'node' for every unit of 5 micro-batches, so",
+    ),
+    (
+        PlanError,
+        ("--plan.shares", "[4, 4]", *(f"--plan.{state}=node" for state in ("params", "grads", "optimizer"))),
+        r"train.follow = true: (params|grads) = 'node' are (gathered|reduced) across tier 'node'",
+    ),
+    (PlanError, ("--cluster.tiers.node.size", "1", "--plan.shares", "[8]"), r"tier 'node' has 1 member"),
+    (
+        PlanError,
+        (*SHARED, "--plan.keep.grads", "disk", "--plan.unit", "5"),
+        r"keep.grads = 'disk' has the room that the first shares need",
+    ),
+    (
+        PlanError,
+        (*SHARED, "--cluster.tiers.package.size", "2", "--plan.mapping.package.context", "2", "--train.batch", "8"),
+        r"a context axis divides them",
+    ),
+    (ConfigError, ("--train.follow", "maybe"), r"train.follow = 'maybe'"),
+)
+
+
+@pytest.mark.parametrize(("kind", "words", "why"), REFUSED)
+def test_a_run_that_cannot_follow_is_refused_in_a_line(
+    tmp_path: Path, kind: type[TerraceError], words: tuple[str, ...], why: str
+) -> None:
+    file = write_run(tmp_path, 1, 2, plan="ddp")
+    with pytest.raises(kind, match=why) as refused:
+        resolve(str(file), {}, parse_overrides(("--train.follow", "true", *words)))
+    assert "\n" not in str(refused.value)
