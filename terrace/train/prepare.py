@@ -122,8 +122,6 @@ def prepare(
     chosen = resume or new_folder(folder, going_on)
     # A file of an earlier start is replaced by rank 0, once the ranks are ready and it holds the folder.
     earlier = earlier_table(chosen)
-    begun = 0 if checkpoint is None else checkpoint.step
-    deals = () if checkpoint is None else deals_to_resume(chosen, begun, earlier or {}, plan.shares)
     try:
         with folder_lock(chosen):
             for name, content in carried.items():
@@ -134,12 +132,8 @@ def prepare(
         if is_new:
             shutil.rmtree(chosen, ignore_errors=True)
         raise unusable(chosen, error) from error
-    return RunJob(
-        run=replace(
-            config,
-            plan=replace(plan, shares=Deals(plan.shares, deals).at(begun)),
-            train=replace(config.train, compile=is_compiled),
-        ),
+    job = RunJob(
+        run=replace(config, plan=plan, train=replace(config.train, compile=is_compiled)),
         folder=chosen,
         sources=sources,
         eval_sources=evaluated,
@@ -148,9 +142,17 @@ def prepare(
         config="" if earlier is None else run_toml(config),
         changes=() if checkpoint is None else _changes(checkpoint.step, earlier, config),
         memory="" if checkpoint is None else checkpoint.text,
-        deals=deals,
         command=called(),
     )
+    return job if checkpoint is None else _with_deals(job, checkpoint.step, earlier or {})
+
+
+def _with_deals(job: RunJob, step: int, earlier: Mapping[str, Any]) -> RunJob:
+    """A job that goes on after `step` steps, with the shares of its first one and what it deals later."""
+    run = job.run
+    deals = deals_to_resume(job.folder, step, earlier, run.plan.shares)
+    plan = replace(run.plan, shares=Deals(run.plan.shares, deals).at(step))
+    return replace(job, run=replace(run, plan=plan), deals=deals)
 
 
 def compiles(config: RunConfig, say: Say = _print) -> bool:

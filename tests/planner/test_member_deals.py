@@ -1,6 +1,5 @@
 """Shares of unequal members: the least longest step of all shares, and its prediction."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.members import Member
 from terrace.model.config import ModelConfig
 from terrace.plan.outer import diloco
 from terrace.plan.plan import Plan
@@ -24,28 +22,12 @@ from terrace.planner.task import Task
 from terrace.program.shares import share_apart
 from terrace.simulate.members import predict_member
 from terrace.simulate.step import predict_alike, predict_step
+from tests.support.member_cases import partitions, unequal
 from tests.support.planner_cases import gpt
-from tests.support.toys import cluster_of
 
 MODEL = gpt(2, 64, 2, vocab=257, positions=64)
 DEEP = gpt(12, 64, 2, vocab=257, positions=64)
 SPEEDS = (0.9, 0.5, 0.3, 0.3)
-
-
-def unequal(*speeds: float) -> Cluster:
-    cluster = cluster_of(1, len(speeds))
-    *inner, tier = cluster.tiers
-    return replace(cluster, tiers=(*inner, replace(tier, members=tuple(Member(speed=speed) for speed in speeds))))
-
-
-def partitions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All shares of `total`, at least 1 each."""
-    if parts == 1:
-        yield (total,)
-        return
-    for first in range(1, total - parts + 2):
-        for rest in partitions(total - first, parts - 1):
-            yield (first, *rest)
 
 
 def line(start: float, slope: float, number: int) -> float:

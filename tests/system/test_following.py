@@ -22,12 +22,12 @@ from terrace.train.prepare import prepare
 from terrace.train.recorder import read_events
 from terrace.train.resolve import resolve
 from tests.support.checkpoints import contents, differing
+from tests.support.member_cases import FOUR, INSIDE, PAIRS, SGD, alone, case_of, rows_of
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, TOLERANCE, Case, Outcome, engine_of, gathered, run
 from tests.support.shares import own_rows
 from tests.support.tiny_runs import losses, terrace, write_run
 from tests.support.toys import MODELS
-from tests.system.test_unequal_members import FOUR, INSIDE, PAIRS, SGD, alone, case_of, rows_of
 
 
 def _dealing(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[Outcome]:

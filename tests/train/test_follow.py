@@ -17,10 +17,13 @@ from terrace.simulate.members import member_step
 from terrace.simulate.step import Step, predict_alike, predict_step
 from terrace.train.follow import computing_s, speeds_of, with_speeds
 from terrace.train.resolve import resolve
-from tests.planner.test_member_deals import MODEL, SPEEDS, partitions, unequal
+from tests.support.member_cases import partitions, unequal
 from tests.support.nightly import nightly
+from tests.support.planner_cases import gpt
 from tests.support.tiny_runs import write_run
 
+MODEL = gpt(2, 64, 2, vocab=257, positions=64)
+SPEEDS = (0.9, 0.5, 0.3, 0.3)
 SHARES = (5, 3, 2, 2)
 
 
