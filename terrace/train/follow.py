@@ -125,12 +125,12 @@ class Following(Hook):
         shares, now_s, dealt_s = tuple(told["shares"]), told["now_s"], told["dealt_s"]
         own = list(rank.engine.program.plan.shares)
         first, words = number + MADE_AHEAD, speeds_words(told["speeds"])
-        brings = f"a step takes {in_seconds(dealt_s)} with them, and {in_seconds(now_s)} with {own} (predicted)"
+        brings = f"a step takes {in_seconds(dealt_s)}, and {in_seconds(now_s)} with {own} (predicted)"
         if not rank.run.train.follow:
-            if shares != self._said:
+            if not self._said or max(abs(new - old) for new, old in zip(shares, self._said, strict=True)) > 1:
                 self._said = shares
                 rank.observer.note(
-                    f"{words}; of shares = {list(shares)} {brings}: set train.follow = true, or resume with "
+                    f"{words}; with shares = {list(shares)} {brings}: set train.follow = true, or resume with "
                     f'--plan.shares "{list(shares)}"'
                 )
         elif first < rank.run.train.steps:
@@ -138,7 +138,7 @@ class Following(Hook):
             rank.deals.add(Dealt(step=first, shares=shares, predicted_s=dealt_s))
             self._write()
             self._known_until = first
-            rank.observer.note(f"{words}; shares = {list(shares)} from step {first + 1} on: {brings}")
+            rank.observer.note(f"{words}; with shares = {list(shares)}, from step {first + 1} on, {brings}")
 
     def _found(self, measured_s: Sequence[float]) -> dict[str, Any] | None:
         # Imported by the rank that deals alone: a run else needs no planner.

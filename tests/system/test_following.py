@@ -97,8 +97,8 @@ def test_a_run_that_dealt_anew_is_resumed_to_the_bit_and_replayed(tmp_path: Path
     assert [(each.step, each.shares) for each in read_deals(whole)] == [(0, (4, 4)), (7, (6, 2))]
     notes = [event.text for event in read_events(whole)[0] if "shares = " in (event.text or "")]
     assert notes == [
-        "member 1 computes at 0.30 times the speed that shares were dealt for, member 0 at 1.00 times; shares = [6, 2] "
-        "from step 8 on: a step takes 1.50 s with them, and 2.00 s with [4, 4] (predicted)"
+        "member 1 computes at 0.30 times the speed that shares were dealt for, member 0 at 1.00 times; with shares = "
+        "[6, 2], from step 8 on, a step takes 1.50 s, and 2.00 s with [4, 4] (predicted)"
     ]
     begun = tmp_path / "begun"
     shutil.copytree(whole, begun)
