@@ -18,6 +18,7 @@ from terrace.model.balance import BalanceConfig
 from terrace.model.lora.config import LoraConfig
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
+from terrace.plan.pruning import BlockPruning
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.runtime.settings import OptimizerConfig
@@ -61,6 +62,7 @@ def _keys(*tables: type) -> list[str]:
         ("slow-networks.md", _keys(Outer)),
         ("lora.md", _keys(LoraConfig)),
         ("experts.md", _keys(BalanceConfig)),
+        ("pruning.md", _keys(BlockPruning)),
         ("rl.md", _keys(RunKeys, RewardKeys, Algorithm)),
         ("training.md", _keys(DataConfig, TrainConfig, OptimizerConfig)),
     ],

@@ -30,6 +30,7 @@ from terrace.model.lora.config import LoraConfig
 from terrace.plan.keep import Keep
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
+from terrace.plan.pruning import BlockPruning
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import RunConfig
 from terrace.train.keys import TrainConfig
@@ -49,6 +50,7 @@ _OF_TRAIN: Mapping[str, type[Any]] = {
     "lora": LoraConfig,
     "balance": BalanceConfig,
     "teacher": TeacherConfig,
+    "prune": BlockPruning,
 }
 _LISTS = ("data.mixture",)  # sections that are lists of tables in a file
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}

@@ -35,7 +35,9 @@ MADE = word("PATH", "folder to make; it must not be there, or be empty")
 class RunLine(Line):
     epilog = OVERRIDES_HELP
     config: str | None = option(
-        "FILE", "TOML file with any of the sections model, cluster, plan, data, train, optimizer, lora, balance"
+        "FILE",
+        "TOML file with any of the sections model, cluster, plan, data, train, optimizer, lora, balance, teacher, "
+        "prune",
     )
     model: str | None = option(
         "PATH",

@@ -25,9 +25,12 @@ def keeps_master(plan: Plan, layout: Layout, *, coded: bool = False) -> bool:
     """Whether the master parameters are stored separately from the working parameters.
 
     They share memory if dtypes agree, no refresh message rounds the working copy, and it is not kept below the
-    device. `coded`: the working copy is 8-bit codes.
+    device, unless the plan keeps them apart. `coded`: the working copy is 8-bit codes.
     """
     if coded:
+        return True
+    # What is gathered for use is a copy already.
+    if plan.master_apart and not layout.gathers:
         return True
     # Parameters below the device are read for passes, not for updates.
     if layout.params_below:

@@ -106,11 +106,20 @@ class ParameterMessages:
         for flat in self._state.trainable(now.block):
             flat.publish()
         self._messages.clock.mark("update")
-        refresh = self._messages.of_block(lambda flat, transfer: flat.refresh(self._collectives, transfer))
-        ticket = DONE
+        gather = self._messages.of_block(lambda flat, transfer: flat.refresh(self._collectives, transfer))
+        flats, ticket = self._state.trainable(now.block), DONE
+
+        def refresh() -> None:
+            gather()
+            for flat in flats:
+                flat.refreshed()
+
         if self._messages.program.message(now).sends:
             self.refreshes[now.block] = self._messages.submit(refresh)
             ticket = self.refreshes[now.block].ticket
+        else:
+            for flat in flats:
+                flat.refreshed()
         for flat in resting:
             self.refreshes[now.block] = Pending(flat.resting[0].evict(ticket), self._messages.counter, now)
 

@@ -12,6 +12,7 @@ from terrace.model.liger import any_served
 from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
 from terrace.plan.outer import NO_EXCHANGE, Exchange
+from terrace.plan.pruning import check_pruning
 from terrace.plan.wire import MessageClass
 from terrace.program.cycle import exchanging, outer_program
 from terrace.program.loads import Loads
@@ -72,6 +73,7 @@ class Engine:
         specs = blocks.specs(balance)
         self.program = workload.program_of(rank, specs)
         check_balance(balance, self.program.mesh, plan, specs)
+        check_pruning(workload.cluster, plan, specs, training.pruning)
         # Whole compiled blocks compute the gradients of their weights themselves.
         whole_blocks = training.compiled and not why_parts([self.program], any_served(modules))
         self.rank, self.device = rank, torch.device(setup.device)
@@ -102,6 +104,7 @@ class Engine:
             meter=self.comm.meter,
             seed=training.seed,
             below=self.below,
+            pruning=training.pruning,
         )
         if self.device.type == "cpu":  # now, so that the memory of initial values is returned
             keep_freed_memory()

@@ -29,6 +29,7 @@ from terrace.runtime.noise import Noise
 from terrace.runtime.optimizer import NoOptimizer, Optimizer, make_optimizer
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.pages import Pages
+from terrace.runtime.pruned_blocks import NOT_PRUNED, PrunedBlocks, penalty_gradient
 from terrace.runtime.scaling import Scaling
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.whole_matrices import ShardedMatrices
@@ -94,6 +95,7 @@ class FlatParam(RankSlices):
             self.secondary = self._zeros(layout.params_backward) if layout.frees else self.full
         self.outer_states: list[OuterState] = []  # of the slice that the optimizer owns, where there are islands
         self._whole: Tensor | None = None  # gathered, from ORTHOGONALISE to UPDATE
+        self.pruned: PrunedBlocks = NOT_PRUNED
         self.optimizer: Optimizer = NoOptimizer()
 
     def initialise(
@@ -161,6 +163,7 @@ class FlatParam(RankSlices):
         # The first gather of a step refreshes the secondary copy for the later ones.
         if self.secondary is not None and self.secondary is not self.full and not secondary:
             self.secondary.copy_(self._full_piece(layout.params_backward))
+        self.pruned.zero_(self.full, self.optimizer.num_steps)
 
     def materialise(self) -> None:
         """Allocate the full buffer, uninitialised."""
@@ -241,6 +244,24 @@ class FlatParam(RankSlices):
             largest = collectives.largest(transfer, self._magnitudes)
             self._encode(self.codes, self.optimizer.master, self.layout.optimizer, largest)
         collectives.gather(transfer, self._shard_piece, self.origin)
+
+    def refreshed(self) -> None:
+        """After REFRESH: set blocks of parameters that are not gathered to zero."""
+        if not self.layout.gathers:
+            self.pruned.zero_(self.full, self.optimizer.num_steps)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether backwards add the gradient of the penalty on blocks."""
+        return self.pruned.penalises(self.optimizer.num_steps)
+
+    @torch.no_grad()
+    def add_penalty(self, scale: Tensor) -> None:
+        """Add `scale` times the gradient of the penalty on blocks to the open gradient, while parameters are there."""
+        for index, start, stop, shape in self.pruned.matrices:
+            found = penalty_gradient(self.full[start:stop].view(shape), self.pruned.settings)
+            view, is_new = self.gradient.views.gradient_of(self.parameters[index])
+            (view.copy_ if is_new else view.add_)(found.mul_(scale))
 
     def _encode(self, codes: MatrixCodes, values: Tensor, tier: int, largest: Tensor) -> None:
         codes.settle(largest)

@@ -12,9 +12,11 @@ from terrace.comm.rounding import Origin
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.counts import num_choices
+from terrace.plan.dims import is_layer
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.pruning import NO_PRUNING, BlockPruning
 from terrace.plan.slices import rank_slices
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
@@ -25,6 +27,7 @@ from terrace.runtime.loss_scale import LossScale
 from terrace.runtime.noise import Noise
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.pages import Pages
+from terrace.runtime.pruned_blocks import PrunedBlocks
 from terrace.runtime.scaled_linear import scale_matrices
 from terrace.runtime.scaling import Scaling
 from terrace.runtime.settings import OptimizerConfig
@@ -41,9 +44,9 @@ class ModelState:
 
     `blocks` are the modules of the whole model as this rank runs them, `specs` describe them unsplit. Parameters of
     the held blocks are replaced by views of flat buffers in the compute dtype. `initial` gives whole values. `meter`
-    counts the memory of the state by category, `seed` is for stochastic rounding, and `below` has what is kept below
-    the device. `edges` are the origins of messages to other stages; `choices` maps a block to its tokens per router
-    choice in the last step, int64 (E).
+    counts the memory of the state by category, `seed` is for stochastic rounding, `below` has what is kept below the
+    device, and `pruning` says which blocks of matrices are zero. `edges` are the origins of messages to other stages;
+    `choices` maps a block to its tokens per router choice in the last step, int64 (E).
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ModelState:
         meter: Meter,
         seed: int,
         below: Below = NOTHING_BELOW,
+        pruning: BlockPruning = NO_PRUNING,
     ) -> None:
         self.program, self.rank, self.specs, self.settings = program, rank, tuple(specs), settings
         check_settings(program.plan, settings)
@@ -97,6 +101,8 @@ class ModelState:
                 return _slice_value(whole, spec, program.mesh, rank)
 
             for number, flat in enumerate(self.flats[index]):
+                if pruning.is_on and is_layer(program.blocks, index):
+                    flat.pruned = PrunedBlocks.of(flat.spec, pruning)
                 flat.initialise(value, settings, self._noise(flat, seed), below.passages(index, number))
                 if scaling is not None:
                     named = zip(flat.spec.params, flat.parameters, strict=True)

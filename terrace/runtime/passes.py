@@ -23,7 +23,14 @@ from terrace.runtime.kept.boundaries import alone, shares
 from terrace.runtime.linear import WeightGradients, WeightQueue
 from terrace.runtime.messages import Messages
 from terrace.runtime.model_state import ModelState
-from terrace.runtime.objective import Objective, TokenObjective, ValueObjective, chunked_loss
+from terrace.runtime.objective import (
+    Objective,
+    TokenObjective,
+    ValueObjective,
+    chunked_loss,
+    ignored_label,
+    num_counted,
+)
 from terrace.runtime.random_state import restored
 from terrace.runtime.routing.load import Load
 from terrace.runtime.routing.passages import Passages
@@ -161,6 +168,7 @@ class Passes:
                 step.loss += self.chunked(kept.inputs, batch, self._state.loss_scale.value)
         else:
             self._run_backward(now, kept, queue)
+        self._penalise(now)
         if now.block > 0:
             assert kept.inputs.grad is not None, f"block {now.block} does not use its input"
             step.activations.put((True, now.block, now.micro), kept.inputs.grad)
@@ -178,6 +186,15 @@ class Passes:
             with self._weights.recorded_in(queue):
                 torch.autograd.backward(output, gradient)
         self._messages.gaps.flush()
+
+    def _penalise(self, now: Instruction) -> None:
+        # Here, since parameters may be freed before BACKWARD_WEIGHT.
+        flats = [flat for flat in self._state.trainable(now.block) if flat.penalises]
+        if flats:
+            calls, scale = self.calls, self._state.loss_scale.value
+            tokens = num_counted(calls.batches[now.micro], ignored_label(calls.objective))
+            for flat in flats:
+                flat.add_penalty(tokens * scale)
 
     def backward_weight(self, now: Instruction) -> None:
         """BACKWARD_WEIGHT: the weight gradients that `backward_input` deferred."""

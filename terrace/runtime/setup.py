@@ -18,6 +18,7 @@ from terrace.plan.balance_rules import with_exchanged_choices
 from terrace.plan.members import num_micros_of
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.pruning import NO_PRUNING, BlockPruning
 from terrace.plan.slices import slice_blocks
 from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
@@ -48,6 +49,7 @@ class Training:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    pruning: BlockPruning = NO_PRUNING
     compiled: bool = False
     seed: int = 0
 

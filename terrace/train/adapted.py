@@ -1,6 +1,7 @@
 """Blocks of a run with its kernels, and the adapters of checkpoints."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +11,21 @@ from terrace.checkpoint.reading import Checkpoint
 from terrace.comm.collectives import DTYPES
 from terrace.model import pair_kernels
 from terrace.model.attention_plans import choose_kernel, describe
-from terrace.model.config import parse_model
+from terrace.model.blocks import block_specs
+from terrace.model.config import ModelConfig, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.liger import serve
 from terrace.model.lora.config import LoraConfig
 from terrace.model.lora.modules import add_adapters, merged_parameters
+from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
+from terrace.plan.pruning import BlockPruning, pruned_params
+from terrace.runtime.pruned_blocks import smallest_blocks, zero_
 from terrace.train.config import RunConfig
 from terrace.train.rules import attention_case, parts_of
 
 FACT = "lora"  # of a checkpoint: the table of its run's [lora], or null
+PRUNED = "prune"  # of a checkpoint whose run has [prune]: `pruned_fact`
 
 
 def run_blocks_of(run: RunConfig, device: torch.device) -> list[nn.Module]:
@@ -45,10 +51,37 @@ def lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
     return None if table is None else load(LoraConfig, table, FACT)
 
 
+def pruned_fact(run: RunConfig) -> dict[str, object]:
+    """The table of a run's [prune] with what else its masks depend on."""
+    table = dump(run.prune)
+    return {**table, "blocks": list(run.prune.blocks), "compute": run.plan.compute, "freeze": list(run.train.freeze)}
+
+
 def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
-    """Yields (block, parameter, value) of a checkpoint's whole model, with adapters merged into the base weights."""
-    # Without adapters the values pass through unchanged.
-    yield from merged_parameters(checkpoint.parameters(), parse_model(checkpoint.facts["model"]), lora_of(checkpoint))
+    """Yields (block, parameter, value) of a checkpoint's whole model, as its run computes with it.
+
+    Adapters are merged into the base weights, and pruned blocks are zero.
+    """
+    config = parse_model(checkpoint.facts["model"])
+    values = merged_parameters(checkpoint.parameters(), config, lora_of(checkpoint))
+    fact = dict(checkpoint.facts.get(PRUNED) or {})
+    # Without adapters and masks the values pass through unchanged.
+    yield from values if not fact else _zeroed(values, fact, config, checkpoint.step)
+
+
+def _zeroed(
+    values: Iterable[tuple[str, str, Tensor]], fact: dict[str, Any], config: ModelConfig, step: int
+) -> Iterator[tuple[str, str, Tensor]]:
+    compute, frozen = DTYPES[fact.pop("compute")], fact.pop("freeze")
+    settings = load(BlockPruning, fact, PRUNED)
+    named = {(block.name, param.name) for block, param in pruned_params(freeze(block_specs(config), frozen))}
+    for block, name, value in values:
+        if step >= settings.after and (block, name) in named:
+            # Masks are made of the values that blocks run on; the checkpoint has the masters.
+            which = smallest_blocks(value.to(compute), settings)
+            value = value.clone()
+            zero_(value, which, settings)
+        yield block, name, value
 
 
 def attention_words(run: RunConfig, device: torch.device) -> str:

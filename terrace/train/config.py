@@ -28,6 +28,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
+from terrace.plan.pruning import NO_PRUNING, BlockPruning
 from terrace.plan.validate import num_micro_batches
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.keys import ON_PAIRS, TrainConfig
@@ -47,6 +48,7 @@ class RunConfig:
     lora: LoraConfig | None = None  # only adapters train
     balance: BalanceConfig | None = None  # losses of the routers of mixtures
     teacher: TeacherConfig = NO_TEACHER  # whose distributions the model learns
+    prune: BlockPruning = NO_PRUNING  # blocks of matrices that are set to zero
 
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Block specs with frozen parameters marked, and adapters if the run has any."""
@@ -106,21 +108,23 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
     optimizer = load(OptimizerConfig, table.get("optimizer", {}), "optimizer")
     train = load(TrainConfig, table["train"], "train")
     model = parse_model(table["model"])
+    prune = load(BlockPruning, table.get("prune", {}), "prune")
     return RunConfig(
         # A reward model begins from any model; its score may be new.
         model=with_scalar_head(model) if train.objective == "reward" else model,
         cluster=cluster,
-        plan=_plan(table["plan"], cluster, optimizer),
+        plan=_plan(table["plan"], cluster, optimizer, prune),
         data=load(DataConfig, table.get("data", {}), "data"),
         train=train,
         optimizer=optimizer,
         lora=load(LoraConfig, table["lora"], "lora") if "lora" in table else None,
         balance=load(BalanceConfig, table["balance"], "balance") if "balance" in table else None,
         teacher=load(TeacherConfig, table.get("teacher", {}), "teacher"),
+        prune=prune,
     )
 
 
-def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig) -> Plan:
+def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig, prune: BlockPruning) -> Plan:
     # A plan's memory and FLOPs depend on the optimizer, so one made for another must not be used silently.
     update = table.get("update", optimizer.update)
     if update != optimizer.update:
@@ -128,7 +132,9 @@ def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig
             f"the plan was made for plan.update = {update!r}, and the optimizer is {optimizer.update!r}: leave "
             "plan.update out, or name the same optimizer"
         )
-    return replace(command_plan(table, cluster), update=optimizer.update)
+    plan = replace(command_plan(table, cluster), update=optimizer.update)
+    # Blocks are zero in the working copy alone.
+    return replace(plan, master_apart=True) if prune.is_on else plan
 
 
 def _check_places(name: str, table: Mapping[str, Any]) -> None:
@@ -142,14 +148,13 @@ def _check_places(name: str, table: Mapping[str, Any]) -> None:
 def sections_with(key: str) -> list[str]:
     """Sections of a run that have the key `key`."""
     hints = {name: hint for name, hint in get_type_hints(RunConfig).items() if name in _KEYED} | {"lora": LoraConfig}
-    hints |= {"teacher": TeacherConfig}
+    hints |= {"teacher": TeacherConfig, "prune": BlockPruning}
     return [name for name, hint in hints.items() if any(item.name == key for item in fields(hint))]
 
 
 def run_toml(run: RunConfig) -> str:
     """The resolved configuration as TOML. `parse_run` restores an equal value."""
-    table = {
-        item.name: dump(value) for item in fields(run) if (value := getattr(run, item.name)) not in (None, NO_TEACHER)
-    }
+    values = {item.name: getattr(run, item.name) for item in fields(run)}
+    table = {name: dump(value) for name, value in values.items() if value not in (None, NO_TEACHER, NO_PRUNING)}
     table["model"] = dump(to_table(run.model))
     return tomli_w.dumps(table)

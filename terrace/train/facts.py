@@ -22,7 +22,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.sequence.cost import WorkCost
 from terrace.simulate.attention_cost import attention_cost
-from terrace.train.adapted import FACT, fact_of
+from terrace.train.adapted import FACT, PRUNED, fact_of, pruned_fact
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
 
@@ -42,6 +42,7 @@ def facts_of(job: RunJob, cost: WorkCost | None) -> Mapping[str, Any]:
         "batch": run.train.batch,
         "sequence": run.train.sequence,
         FACT: fact_of(run.lora),
+        **({PRUNED: pruned_fact(run)} if run.prune.is_on else {}),
         **({OBJECTIVE: run.train.objective} if run.on_pairs else {}),
         **({} if cost is None else {COST: cost_fact(run, cost)}),
     }

@@ -167,6 +167,7 @@ def _engine(job: RunJob, rank: int, objective: Objective, progress: Progress) ->
         Training(
             optimizer=run.optimizer,
             balance=run.balance or BalanceConfig(),
+            pruning=run.prune,
             compiled=bool(run.train.compile),
             seed=run.train.seed,
         ),

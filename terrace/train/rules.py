@@ -20,6 +20,7 @@ from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
 from terrace.plan.keep_rules import kept_in
 from terrace.plan.members import check_new_shares, with_shared_size
+from terrace.plan.pruning import NO_PRUNING, check_pruning, pruned_params
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate
 from terrace.train.config import RunConfig, parse_sections
@@ -54,6 +55,7 @@ def _check(run: RunConfig) -> None:
     validate(run.cluster, run.plan, blocks)
     check_objective(run)
     check_teacher(run)
+    check_blocks(run, blocks)
     check_evaluation(run)
     check_attention(run)
     check_kernels(run)
@@ -87,6 +89,35 @@ def _check(run: RunConfig) -> None:
     kept_in(run.plan, run.train.keep_folder, "train.keep_folder")
     if not any(block.num_trainable for block in blocks):
         raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
+
+
+def check_blocks(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
+    """Raises a `TerraceError` for a section [prune] without effect, or one that the run cannot have."""
+    prune = run.prune
+    if not prune.is_on and prune != NO_PRUNING:
+        raise ConfigError("[prune] has no effect without prune.blocks: give rows and columns of a block, as [16, 16]")
+    check_pruning(run.cluster, run.plan, blocks, prune)
+    if not prune.is_on:
+        return
+    if run.lora is not None:
+        raise ConfigError("[prune] sets blocks of matrices to zero, and [lora] leaves them as they are: leave one out")
+    if prune.after >= run.train.steps:
+        raise ConfigError(
+            f"prune.after = {prune.after} sets no block to zero in train.steps = {run.train.steps}: make it smaller"
+        )
+
+
+def pruned_words(run: RunConfig) -> str:
+    """A line on the blocks that a run sets to zero; "" if it sets none."""
+    prune = run.prune
+    if not prune.is_on:
+        return ""
+    rows, columns = prune.blocks
+    number = sum(param.num_parts for _, param in pruned_params(run.blocks()))
+    return (
+        f"blocks of {rows} x {columns}: a share of {prune.share:.3g} is zero in each of {number:,} matrices after "
+        f"{counted(prune.after, 'update')}"
+    )
 
 
 def check_cadence(run: RunConfig) -> None:
