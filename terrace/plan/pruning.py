@@ -101,9 +101,8 @@ def check_pruning(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], pru
     ):
         if has:
             raise PlanError(f"[prune] is not implemented beside {words}: leave one of them out")
-    layout = Layout.of(cluster, plan)
-    _check_messages(plan, layout)
-    if not plan.master_apart and not layout.gathers and plan.compute == plan.master:
+    mask_dtype(cluster, plan)
+    if not plan.master_apart and not Layout.of(cluster, plan).gathers and plan.compute == plan.master:
         raise PlanError(
             "[prune] sets blocks of the working copy to zero, and the masters are in the same memory: set "
             "plan.master_apart = true"
@@ -111,15 +110,29 @@ def check_pruning(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], pru
     _check_matrices(blocks, pruning)
 
 
-def _check_messages(plan: Plan, layout: Layout) -> None:
+def mask_dtype(cluster: Cluster, plan: Plan) -> str:
+    """Dtype of the values that masks are made of: of messages of parameters, where these round to another one.
+
+    All ranks have the values that such messages leave. Raises `PlanError` for a block format, or several dtypes.
+    """
+    layout, compute = Layout.of(cluster, plan), FORMATS[plan.compute]
+    found = dict[str, int]()
     for message in OF_PARAMETERS:
         for tier in message_tiers(layout, message):
             wire = plan.wire_format(message, layout.tiers[tier])
-            if wire.mantissa_bits < FORMATS[plan.compute].mantissa_bits:
+            if wire.block:
                 raise PlanError(
-                    f"[prune] needs the same bits on all ranks, and {message.value} on tier {layout.tiers[tier]!r} "
-                    f"rounds to {wire.name}: send it in {plan.compute}"
+                    f"[prune] needs values that are rounded alike, and {message.value} on tier "
+                    f"{layout.tiers[tier]!r} travels in {wire.name}: send it in a dtype"
                 )
+            if wire.mantissa_bits < compute.mantissa_bits:
+                found[wire.name] = wire.mantissa_bits
+    if len(found) > 1:
+        raise PlanError(
+            f"[prune] needs values that are rounded alike, and messages of parameters travel in {', '.join(found)}: "
+            "give all the same dtype"
+        )
+    return next(iter(found), plan.compute)
 
 
 def _check_matrices(blocks: Sequence[BlockSpec], pruning: BlockPruning) -> None:

@@ -19,7 +19,7 @@ from terrace.model.lora.config import LoraConfig
 from terrace.model.lora.modules import add_adapters, merged_parameters
 from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
-from terrace.plan.pruning import BlockPruning, pruned_params
+from terrace.plan.pruning import BlockPruning, mask_dtype, pruned_params
 from terrace.runtime.pruned_blocks import smallest_blocks, zero_
 from terrace.train.config import RunConfig
 from terrace.train.rules import attention_case, parts_of
@@ -54,7 +54,12 @@ def lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
 def pruned_fact(run: RunConfig) -> dict[str, object]:
     """The table of a run's [prune] with what else its masks depend on."""
     table = dump(run.prune)
-    return {**table, "blocks": list(run.prune.blocks), "compute": run.plan.compute, "freeze": list(run.train.freeze)}
+    return {
+        **table,
+        "blocks": list(run.prune.blocks),
+        "of": mask_dtype(run.cluster, run.plan),
+        "freeze": list(run.train.freeze),
+    }
 
 
 def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
@@ -72,13 +77,13 @@ def merged_values(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Tensor]]:
 def _zeroed(
     values: Iterable[tuple[str, str, Tensor]], fact: dict[str, Any], config: ModelConfig, step: int
 ) -> Iterator[tuple[str, str, Tensor]]:
-    compute, frozen = DTYPES[fact.pop("compute")], fact.pop("freeze")
+    dtype, frozen = DTYPES[fact.pop("of")], fact.pop("freeze")
     settings = load(BlockPruning, fact, PRUNED)
     named = {(block.name, param.name) for block, param in pruned_params(freeze(block_specs(config), frozen))}
     for block, name, value in values:
         if step >= settings.after and (block, name) in named:
             # Masks are made of the values that blocks run on; the checkpoint has the masters.
-            which = smallest_blocks(value.to(compute), settings)
+            which = smallest_blocks(value.to(dtype), settings)
             value = value.clone()
             zero_(value, which, settings)
         yield block, name, value
