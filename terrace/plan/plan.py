@@ -83,7 +83,7 @@ class Plan:
     # Dtype of the parameters that the optimizer updates; bf16 uses stochastic rounding (terrace.runtime.noise)
     master: Literal["bf16", "fp32", "fp64"] = "fp32"
     # Whether masters have memory of their own even where blocks run on their dtype and need no gather
-    master_apart: bool = False
+    master_apart: bool = field(default=False, metadata={"absent": False})
     optimizer_states: Literal["bf16", "int8"] | None = None  # format of stored moments; None: `sums`
     micro_batch: int = 1  # sequences per rank and micro-batch
     # Blocks, or operations in them, that the backward recomputes: "layers.*", "layers.* every 2: attention"
