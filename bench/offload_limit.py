@@ -110,13 +110,13 @@ class Busy:
     """Seconds in which each lane of the media was busy."""
 
     def __init__(self) -> None:
-        self.seconds = defaultdict[MessageClass, float](float)
+        self.seconds = defaultdict[str, float](float)
 
-    def around(self, work: Work, message: MessageClass, medium: str) -> Work:
+    def around(self, work: Work, category: str, lane: str) -> Work:
         def timed() -> None:
             begin_s = time.perf_counter()
             work()
-            self.seconds[message] += time.perf_counter() - begin_s  # one thread a lane
+            self.seconds[category] += time.perf_counter() - begin_s  # one thread a lane
 
         return timed
 
@@ -173,10 +173,13 @@ class Predicted:
         return self._cluster.device.below["disk"].read_bytes_per_s
 
     def step(self, read_rate: float, write_rate: float) -> StepReport:
-        """The step on a disk of these bytes per second each way."""
+        """The step on media of these bytes per second each way."""
         device, program = self._cluster.device, self._program
-        disk = replace(device.below["disk"], read_bytes_per_s=read_rate, write_bytes_per_s=write_rate)
-        cluster = replace(self._cluster, device=replace(device, below={"disk": disk}))
+        media = {
+            name: replace(medium, read_bytes_per_s=read_rate, write_bytes_per_s=write_rate)
+            for name, medium in device.below.items()
+        }
+        cluster = replace(self._cluster, device=replace(device, below=media))
         found = predict_step(
             Step(
                 cluster=cluster,

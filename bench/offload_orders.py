@@ -50,6 +50,7 @@ from terrace.simulate.step import Step, predict_step
 SIDE, HIDDEN = 512, 4096  # of a rehearsed matrix, and of the paper's
 FORWARD_S, BACKWARD_S, HOST_UPDATE_S = 40.3e-3 / 3, 40.3e-3 * 2 / 3, 60e-3  # of a layer, on the device and the host
 NUMEL = 202.4e6  # parameters of a layer of Llama-7B
+UPDATED_BYTES = 28  # a parameter: master copy and moments both ways, gradient, and the parameter in bf16
 LLAMA = llama_of(HIDDEN, 32, 32, 32, 11008, 32000)
 RATES = 10.0, 15.0, 20.0  # GB/s of the paper's link
 _WARMUP, _DENSITY = 1, 4
@@ -98,6 +99,7 @@ class Point(NamedTuple):
     """What a row changes of the plan `ddp` in bf16; `d` is the width of LSP at the paper's sizes, 0 for AdamW."""
 
     below: tuple[str, ...] = ()  # states that are kept below the device
+    update: Any = "device"  # whose cores update
     formats: tuple[tuple[str, Any], ...] = ()
     d: int = 0
 
@@ -105,8 +107,9 @@ class Point(NamedTuple):
 ON_DEVICE, AT_THE_END, LAYER_WISE = "on the device", "at the end, on the host", "layer-wise, from its lanes"
 POINTS = {
     ON_DEVICE: Point(),
+    "updates on the host": Point(("optimizer", "grads"), "host"),
     "ring, states in fp32": Point(("optimizer",)),
-    "ring, states in 8 bits": Point(("optimizer",), (("master", "bf16"), ("optimizer_states", "int8"))),
+    "ring, states in 8 bits": Point(("optimizer",), formats=(("master", "bf16"), ("optimizer_states", "int8"))),
     "ring and gradients": Point(("optimizer", "grads")),
     "lsp, d = 256": Point(d=256),
     "lsp, d = 512": Point(d=512),
@@ -117,11 +120,17 @@ POINTS = {
 
 def plan_of(cluster: Cluster, point: Point, medium: str, side: int) -> Plan:
     """The plan of a row, for matrices of `side` rows."""
-    keep: Any = dict.fromkeys(point.below, medium)
+    keep: Any = dict.fromkeys(point.below, "host" if point.update == "host" else medium)
     if keep and side == SIDE:
-        keep |= {"piece": _PIECE, "ring": _RING}
+        keep |= {"piece": _PIECE} if point.update == "host" else {"piece": _PIECE, "ring": _RING}
     update = f"lsp:{point.d * side // HIDDEN}:{_DENSITY}" if point.d else "adamw"
-    return replace(preset("ddp", cluster), compute="bf16", update=update, keep=Keep(**keep), **dict(point.formats))
+    return replace(
+        preset("ddp", cluster),
+        compute="bf16",
+        update=update,
+        keep=Keep(update=point.update, **keep),
+        **dict(point.formats),
+    )
 
 
 def optimizer_of(plan: Plan) -> OptimizerConfig:
@@ -133,8 +142,9 @@ def optimizer_of(plan: Plan) -> OptimizerConfig:
 def executed(options: argparse.Namespace, name: str) -> tuple[float, float]:
     """Median seconds of a step of a plan, and as predicted."""
     base = local_cluster({"node": 1})
-    disk = Medium(memory_bytes=1e12, read_bytes_per_s=rate_of(options), write_bytes_per_s=rate_of(options))
-    cluster = replace(base, device=replace(base.device, below={"disk": disk}))
+    link = Medium(memory_bytes=1e12, read_bytes_per_s=rate_of(options), write_bytes_per_s=rate_of(options))
+    host = replace(link, update_bytes_per_s=UPDATED_BYTES * SIDE * SIDE / HOST_UPDATE_S)
+    cluster = replace(base, device=replace(base.device, below={"disk": link, "host": host}))
     plan = plan_of(cluster, POINTS[name], "disk", SIDE)
     engine = engine_with(
         [Layer(seed) for seed in range(options.layers)],
@@ -143,7 +153,7 @@ def executed(options: argparse.Namespace, name: str) -> tuple[float, float]:
         plan=plan,
         num_micros=1,
         optimizer=optimizer_of(plan),
-        keep_folder=options.folder if plan.keep.is_below else None,
+        keep_folder=options.folder if "disk" in plan.keep.media else None,
         pacer=Pacer(cluster, 1.0) if plan.keep.is_below else UNPACED,
     )
     inputs = torch.randn(4, SIDE, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -253,7 +263,8 @@ def layer_wise_s(layers: int, gb_per_s: float) -> float:
 def predicted_of(name: str, gb_per_s: float) -> tuple[float, float]:
     """Seconds of a step of Llama-7B with a plan, and bytes of its state on the device."""
     found = load_cluster("workstation")
-    host = Medium(memory_bytes=1e12, read_bytes_per_s=gb_per_s * 1e9, write_bytes_per_s=gb_per_s * 1e9)
+    link, cores = gb_per_s * 1e9, UPDATED_BYTES * NUMEL / HOST_UPDATE_S
+    host = Medium(memory_bytes=1e12, read_bytes_per_s=link, write_bytes_per_s=link, update_bytes_per_s=cores)
     # Memory for the plan that keeps nothing below, too.
     cluster = replace(found, device=replace(found.device, memory_bytes=1e12, below={"host": host}))
     plan, blocks = plan_of(cluster, POINTS[name], "host", HIDDEN), block_specs(LLAMA)

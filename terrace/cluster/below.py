@@ -6,7 +6,8 @@ from typing import Literal
 
 MEDIA = ("host", "disk")
 ALL = "all"  # of `shared_by`
-_MARKED = ("memory_bytes", "read_bytes_per_s", "write_bytes_per_s")
+_UPDATES = "update_bytes_per_s"
+_MARKED = ("memory_bytes", "read_bytes_per_s", "write_bytes_per_s", _UPDATES)
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 _LEAST, _MOST = 1e3, 1e20  # plausible bytes and rates, as of a device
 
@@ -21,6 +22,8 @@ class Medium:
     memory_bytes: float  # that runs may take
     read_bytes_per_s: float  # toward the device
     write_bytes_per_s: float
+    # Of the host: bytes of gradients, states and parameters that updates on its cores read and write per second
+    update_bytes_per_s: float = field(default=0.0, metadata={"absent": 0.0})
     shared_by: str = ""  # tier whose devices share it, such as "node", or "all" of them; "": each device has its own
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
@@ -40,6 +43,10 @@ class Medium:
         """Seconds in which every device that shares it writes `num_bytes`."""
         return num_bytes * self.sharers / self.write_bytes_per_s
 
+    def update_s(self, num_bytes: float) -> float:
+        """Seconds in which the host's cores read and write `num_bytes` for every device that shares them."""
+        return num_bytes * self.sharers / self.update_bytes_per_s
+
 
 def wrong_below(below: Mapping[str, Medium], device: str, tiers: Sequence[str]) -> str:
     """What is wrong with the media below a device of type `device` ("cpu", "cuda") of a cluster; "" if nothing is."""
@@ -52,8 +59,15 @@ def wrong_below(below: Mapping[str, Medium], device: str, tiers: Sequence[str]) 
                 f"{where}: the device is a CPU, whose memory is the host's: leave it out, and give its bytes as "
                 "device.memory_bytes"
             )
+        if name != "host" and medium.update_bytes_per_s:
+            return (
+                f"{where}.update_bytes_per_s = {medium.update_bytes_per_s:g} has no effect: states are updated in "
+                "memory; give it as device.below.host.update_bytes_per_s, or leave it out"
+            )
         for each in _MARKED:
             value = getattr(medium, each)
+            if each == _UPDATES and not value:
+                continue
             if not _LEAST <= value <= _MOST:
                 return (
                     f"{where}.{each} = {value} must be a positive number between {_LEAST:g} and {_MOST:g}: give bytes, "

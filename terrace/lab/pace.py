@@ -6,7 +6,8 @@ Each tier is one link of this rank, on which a collective takes at least
 
 from its start, or from the end of earlier messages of other threads on this link. Traffic is not shaped: a link that
 is slower than this stays slower, and a `shared` tier is modelled only by its bandwidth, which is a rank's share.
-A medium below the device has a link each way, at its share of the cluster's rates and without latency.
+A medium below the device has a link each way, at its share of the cluster's rates and without latency, and so have
+the host's cores where they update.
 Sleeps end about 0.1 ms late. No torch here: the caller reports the bytes sent.
 """
 
@@ -19,6 +20,7 @@ from contextlib import contextmanager
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
 from terrace.comm.pace import Pace, lane_below
+from terrace.plan.keep import CORES
 from terrace.plan.wire import MessageClass
 
 
@@ -47,6 +49,8 @@ class Pacer(Pace):
         for name, medium in cluster.device.below.items():
             self._below[lane_below(MessageClass.KEEP_READ, name)] = medium.read_s(1)
             self._below[lane_below(MessageClass.KEEP_WRITE, name)] = medium.write_s(1)
+            if medium.update_bytes_per_s:
+                self._below[CORES] = medium.update_s(1)
         links = (*(tier.name for tier in cluster.tiers), *self._below)
         self._free_s = dict.fromkeys(links, -math.inf)  # when each link is idle
 

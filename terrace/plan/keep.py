@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Medium = Literal["device", "host", "disk"]
+Side = Literal["device", "host"]
+HOST: Side = "host"
+CORES = "host cores"  # the lane of updates on the host
 DEVICE: Medium = "device"
 PLACED = ("params", "grads", "optimizer")  # states that have a placement, and a medium
 KEPT = (*PLACED, "activations")  # all that has a medium
@@ -30,6 +33,7 @@ class Keep:
     grads: Medium = "device"  # accumulated gradients
     params: Medium = "device"  # the working copy of the parameters
     activations: Medium = "device"  # inputs of blocks, from their forward to their backward (terrace.plan.boundaries)
+    update: Side = "device"  # whose cores update: the host's need gradients and optimizer states in its memory
     blocks: tuple[str, ...] = ()  # the blocks whose inputs leave, as in `Plan.recompute`; empty: all layers
     piece: int = 1 << 20  # elements of a flat buffer that are read or written at a time
     ring: int = 4  # pieces of optimizer states that are on the device at a time
@@ -53,6 +57,26 @@ class Keep:
     def activations_below(self) -> bool:
         """Whether inputs of blocks are kept below the device, from their forward to their backward."""
         return self.activations != DEVICE
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether the host's cores update, on a lane of their own."""
+        return self.update == HOST
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether gradients are copied to the host for updates there, and parameters back. On a CPU nothing moves."""
+        return self.updates_on_host and self.grads_below
+
+    @property
+    def states_pass(self) -> bool:
+        """Whether optimizer states pass a ring: they are kept below, and elsewhere than where they are updated."""
+        return self.optimizer_below and not (self.updates_on_host and self.optimizer == HOST)
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """The media in use, and the host's cores if they update: a step has a lane for each."""
+        return (*self.media, *((CORES,) if self.updates_on_host else ()))
 
     def on(self, medium: str) -> tuple[str, ...]:
         """The states that are kept on a medium."""

@@ -4,10 +4,11 @@ from pathlib import Path
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.plan.keep import ALL_ON_DEVICE, DEVICE, KEPT
+from terrace.plan.keep import ALL_ON_DEVICE, DEVICE, HOST, KEPT
 from terrace.plan.kept import CHUNK, VECTOR
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import moments
+from terrace.plan.update import parse_update
 from terrace.plan.wire import CODES
 
 _LARGEST_PIECE = 1 << 28  # elements: a guess; a ring of four pieces of AdamW takes 13 GB then
@@ -24,6 +25,11 @@ def check_keep(cluster: Cluster, plan: Plan) -> None:
             f"keep.blocks = {list(keep.blocks)} has no effect: their inputs would leave the device; leave it out, or "
             "write keep.activations = 'disk'"
         )
+    if keep.updates_on_host and not keep.optimizer_below:
+        raise PlanError(
+            f"keep.update = {keep.update!r} with optimizer states on the device, which would move both ways: write "
+            "keep.optimizer = 'host' or 'disk', or leave keep.update out"
+        )
     if not keep.is_below:
         raise PlanError(
             f"keep.piece = {keep.piece} and keep.ring = {keep.ring} have no effect, since no state is kept below "
@@ -37,6 +43,8 @@ def check_keep(cluster: Cluster, plan: Plan) -> None:
             f"keep.optimizer = {keep.optimizer!r} has no effect: optimizer {plan.update!r} keeps no state besides the "
             "parameters; leave it out"
         )
+    if keep.updates_on_host:
+        _check_update(cluster, plan)
     if keep.params_below:
         _check_params(plan)
     if keep.grads_below:
@@ -55,6 +63,31 @@ def _check_medium(cluster: Cluster, state: str, medium: str) -> None:
         raise PlanError(
             f"{said}, and the device of cluster {cluster.name!r} has no {medium} below it: describe it as "
             f"[device.below.{medium}]{measured}"
+        )
+
+
+def _check_update(cluster: Cluster, plan: Plan) -> None:
+    keep, said = plan.keep, f"keep.update = {plan.keep.update!r}"
+    if parse_update(plan.update).takes_whole:
+        raise PlanError(
+            f"{said} beside optimizer {plan.update!r}, whose products of matrices belong on the device: leave one of "
+            "them out, or use adamw, lion or sgd with momentum"
+        )
+    if plan.outer.has_islands:
+        raise PlanError(f"{said} beside plan.outer: exchanges of islands change the master copy; leave one of them out")
+    if plan.shares_scales:
+        raise PlanError(
+            f"{said} beside products = {plan.products!r} in {CODES.name} messages: codes are made from the master copy "
+            "on the device; leave one of them out, or scale rows, as fp8:row does"
+        )
+    wanted = DEVICE if cluster.device.type == "cpu" else HOST
+    if keep.grads != wanted:
+        why = "the device is the host" if wanted == DEVICE else "its cores read gradients from its memory"
+        raise PlanError(f"{said} with keep.grads = {keep.grads!r}: {why}; write keep.grads = {wanted!r}")
+    if wanted == HOST and not cluster.device.below[HOST].update_bytes_per_s:
+        raise PlanError(
+            f"{said}, and cluster {cluster.name!r} does not say how fast that is: give "
+            "device.below.host.update_bytes_per_s, which terrace probe measures"
         )
 
 
@@ -110,11 +143,13 @@ def _check_pieces(plan: Plan) -> None:
             f"keep.piece = {keep.piece} must be a multiple of {least} up to {_LARGEST_PIECE}: updates take so many "
             "elements at a time"
         )
-    if keep.ring != ALL_ON_DEVICE.ring and not keep.optimizer_below:
-        raise PlanError(
-            f"keep.ring = {keep.ring} has no effect: only optimizer states pass through the ring; leave it out, or "
-            "write keep.optimizer = 'disk'"
+    if keep.ring != ALL_ON_DEVICE.ring and not keep.states_pass:
+        why = (
+            "they are updated where they rest"
+            if keep.optimizer_below
+            else "only optimizer states pass through the ring"
         )
+        raise PlanError(f"keep.ring = {keep.ring} has no effect: {why}; leave it out, or write keep.optimizer = 'disk'")
     if not 2 <= keep.ring <= _MOST_SLOTS:
         raise PlanError(
             f"keep.ring = {keep.ring} must be 2 to {_MOST_SLOTS} pieces: one is updated while the next is read"

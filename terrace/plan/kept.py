@@ -137,7 +137,12 @@ def grad_pieces(plan: Plan, flat: FlatParamSpec) -> tuple[Piece, ...]:
     if not layout.grads_below or not flat.trainable:
         return ()
     owned = flat.padded // layout.span(layout.optimizer)
-    return whole_pieces(plan.keep.piece, owned, FORMATS[plan.sums].element_bytes)
+    return whole_pieces(plan.keep.piece, owned, FORMATS[grad_format(plan)].element_bytes)
+
+
+def grad_format(plan: Plan) -> str:
+    """The dtype of gradients below the device: that of sums, or, for the host's cores, that of parameters."""
+    return plan.compute if plan.keep.hands_over else plan.sums
 
 
 @dataclass(frozen=True)
@@ -153,6 +158,8 @@ NO_TRAFFIC = Traffic()
 
 def traffic(plan: Plan, flats: Sequence[FlatParamSpec], *, orthogonalises: bool) -> Traffic:
     """What passes in the UPDATE of a block with these flat buffers, or in its ORTHOGONALISE."""
+    if not plan.keep.states_pass:
+        return NO_TRAFFIC
     found = [piece for flat in flats for piece in _passing(plan, flat, orthogonalises)]
     return Traffic(len(found), sum(piece.num_bytes for piece in found))
 
@@ -174,6 +181,14 @@ def grads_bytes(plan: Plan, flats: Sequence[FlatParamSpec]) -> int:
     return sum(piece.num_bytes for flat in flats for piece in grad_pieces(plan, flat))
 
 
+def updated_bytes(plan: Plan, flat: FlatParamSpec) -> int:
+    """Bytes that the host's cores read and write in an update: states, gradient, and parameters in its place."""
+    item, found = FORMATS[plan.compute].element_bytes, groups(plan, flat)
+    return 2 * sum(
+        group.numel * item + sum(state_bytes(stored, group.numel) for stored in group.formats) for group in found
+    )
+
+
 def resting_bytes(plan: Plan, blocks: Sequence[Sequence[FlatParamSpec]]) -> dict[str, int]:
     """Bytes that a rank keeps on each medium for blocks with these flat buffers."""
     keep, found = plan.keep, dict.fromkeys((str(medium) for medium in plan.keep.media), 0)
@@ -187,8 +202,11 @@ def resting_bytes(plan: Plan, blocks: Sequence[Sequence[FlatParamSpec]]) -> dict
 
 
 def ring_bytes(plan: Plan, blocks: Sequence[Sequence[FlatParamSpec]]) -> int:
-    """Bytes of the ring, and of a buffer in each direction of a medium for pieces of parameters and gradients."""
-    sizes = [piece.num_bytes for piece in _passed(plan, blocks)]
+    """Bytes on the device of the ring, and of a buffer each way of a medium for pieces of parameters and gradients.
+
+    Where gradients are handed over, the ring is memory of the host.
+    """
+    sizes = [piece.num_bytes for piece in _passed(plan, blocks)] if not plan.keep.hands_over else []
     ring = min(plan.keep.ring, len(sizes)) * max(sizes, default=0)
     return ring + NUM_WAYS * sum(whole_piece_bytes(plan, blocks).values())
 

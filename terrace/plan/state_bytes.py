@@ -24,16 +24,16 @@ CATEGORIES = ("params", "secondary", "gathered", "grads", "grads_full", "optimiz
 def keeps_master(plan: Plan, layout: Layout, *, coded: bool = False) -> bool:
     """Whether the master parameters are stored separately from the working parameters.
 
-    They share memory if dtypes agree, no refresh message rounds the working copy, and it is not kept below the
-    device, unless the plan keeps them apart. `coded`: the working copy is 8-bit codes.
+    They share memory if dtypes agree, no refresh message rounds the working copy, it is not kept below the device, and
+    the device updates it, unless the plan keeps them apart. `coded`: the working copy is 8-bit codes.
     """
     if coded:
         return True
     # What is gathered for use is a copy already.
     if plan.master_apart and not layout.gathers:
         return True
-    # Parameters below the device are read for passes, not for updates.
-    if layout.params_below:
+    # Parameters below the device are read for passes, not for updates; the host's cores update a copy of their own.
+    if layout.params_below or plan.keep.updates_on_host:
         return True
     # Only tiers that a refresh crosses can round it.
     crossed = [i for i in range(layout.params + 1, layout.optimizer + 1) if layout.degrees[i] > 1]

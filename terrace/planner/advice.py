@@ -20,6 +20,7 @@ from typing import Any, Literal
 from terrace.base.errors import PlanError
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster, Tier
+from terrace.plan.keep import HOST
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -353,6 +354,10 @@ def _cluster_changes(step: Step, program: Program) -> Iterator[Change]:
         read, write = 2 * medium.read_bytes_per_s, 2 * medium.write_bytes_per_s
         below = {**device.below, name: replace(medium, read_bytes_per_s=read, write_bytes_per_s=write)}
         yield change(f"bytes/s of the {name} x 2", replace(cluster, device=replace(device, below=below)))
+    if plan.keep.hands_over:
+        faster_host = replace(device.below[HOST], update_bytes_per_s=2 * device.below[HOST].update_bytes_per_s)
+        below = {**device.below, HOST: faster_host}
+        yield change("updates on the host's cores x 2", replace(cluster, device=replace(device, below=below)))
     for index in sorted(crossed):
         tier = cluster.tiers[index]
         wider = replace(tier, bandwidth_bytes_per_s=2 * tier.bandwidth_bytes_per_s)

@@ -21,7 +21,6 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, operations_in
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
-from terrace.plan.state_formats import element_bytes
 from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
@@ -29,6 +28,7 @@ from terrace.planner.numels import Numels, groups_of
 from terrace.planner.parts import Needs, Part, Split, kinds_of
 from terrace.planner.stage_specs import data_cluster, flat_blocks, joined_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
+from terrace.planner.updates import moment_bytes, rests_master, updated_s
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.activations import activations_of
 from terrace.simulate.chunks import Numbers
@@ -39,7 +39,7 @@ from terrace.simulate.footprint import (
     LOAD_FACTOR,
     stage_footprint,
 )
-from terrace.simulate.layers import BlockSeconds, at_once, optimizer_s, seconds_of
+from terrace.simulate.layers import BlockSeconds, at_once, seconds_of
 from terrace.simulate.links import coding_s, send_s, tier_penalty
 from terrace.simulate.masks import has_flash_attention, work_in
 from terrace.simulate.trained import trained_part
@@ -263,27 +263,7 @@ class Estimator:
         owned = 0.0
         for numel, degrees in zip(numels, groups_of(mesh), strict=True):
             owned += numel / math.prod(degrees[: placement.optimizer + 1])
-        own_s = optimizer_s(self.task.cluster.device, owned, self.task.rounding_bytes) if owned else 0.0
-        return max(own_s, self._passing_s(owned))
-
-    def _passing_s(self, owned: float) -> float:
-        """Seconds in which states of `owned` parameters that are kept below pass through the device; 0 for none."""
-        task, keep, below, passing_s = self.task, self.task.keep, self.task.cluster.device.below, 0.0
-        if keep.optimizer_below:
-            num_bytes = owned * (self._moment_bytes + FORMATS[task.master].element_bytes * self._rests_master)
-            passing_s = max(below[keep.optimizer].read_s(num_bytes), below[keep.optimizer].write_s(num_bytes))
-        read_s = below[keep.grads].read_s(owned * FORMATS[task.sums].element_bytes) if keep.grads_below else 0.0
-        return passing_s + read_s if keep.grads == keep.optimizer else max(passing_s, read_s)
-
-    @property
-    def _moment_bytes(self) -> float:
-        return 2 * element_bytes(self.task.optimizer_states or self.task.sums)  # of AdamW
-
-    @property
-    def _rests_master(self) -> bool:
-        # As terrace.plan.state_bytes.rests_master, for a master copy that is separate by its dtype.
-        is_apart = self.task.compute != self.task.master or self.task.keep.params_below
-        return self.task.keep.optimizer_below and self.task.islands.num == 1 and is_apart
+        return updated_s(self.task, owned)
 
     def layout(self, degrees: tuple[int, ...], placement: Placement) -> tuple[Layout, Plan]:
         """State layout over `degrees` data ranks, and a plan with this placement."""
@@ -320,8 +300,8 @@ class Estimator:
         if not trains:
             return copies
         # Two moments of AdamW, and master weights that are separate, unless they are kept below.
-        owned = 0.0 if self.task.keep.optimizer_below else self._moment_bytes
-        if keeps_master(plan, layout) and not self._rests_master:
+        owned = 0.0 if self.task.keep.optimizer_below else moment_bytes(self.task)
+        if keeps_master(plan, layout) and not rests_master(self.task):
             owned += FORMATS[self.task.master].element_bytes
         return copies + summed + owned / layout.span(layout.optimizer)
 

@@ -2,7 +2,8 @@
 
 With `--allow`, the search is repeated with optimizer states on each allowed medium, with inputs of layers there, and
 with both, and the one with the shortest step is taken if that is shorter than without: less memory may permit less
-recomputation, larger micro-batches, or fewer ranks that share a state. Unasked they are taken only if nothing fits
+recomputation, larger micro-batches, or fewer ranks that share a state. In the host's memory states may be updated by
+its cores, too, or pass through the device: whichever step is shorter. Unasked they are taken only if nothing fits
 without them, from all media of the device: optimizer states, then parameters, too, then gradients. If nothing fits then
 either, inputs are kept there, alone and then beside states.
 """
@@ -19,10 +20,10 @@ from terrace.cluster.below import MEDIA
 from terrace.plan.boundaries import input_bytes, leaving
 from terrace.plan.dims import is_layer
 from terrace.plan.edges import edge_of
-from terrace.plan.flats import block_flats
-from terrace.plan.keep import ALL_ON_DEVICE, Keep
+from terrace.plan.flats import FlatParamSpec, block_flats
+from terrace.plan.keep import ALL_ON_DEVICE, HOST, Keep
 from terrace.plan.keep_rules import check_keep
-from terrace.plan.kept import resting_bytes
+from terrace.plan.kept import resting_bytes, updated_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
@@ -35,18 +36,19 @@ if TYPE_CHECKING:
     from terrace.planner.products import ProductsFound
 
 _OPTION = "keep"
-_Kept = tuple[str, ...]  # kept below together
+_Kept = tuple[str, ...]  # keys of `Keep` with the same medium
 _OPTIMIZER, _INPUTS = ("optimizer",), ("activations",)
+_ON_CORES = ("grads", *_OPTIMIZER, "update")  # states in the host's memory, which its cores update
 # In the order in which they are tried; the next row only if nothing of the one before fits.
 _ROWS: tuple[tuple[_Kept, ...], ...] = (
-    (_OPTIMIZER,),
+    (_OPTIMIZER, _ON_CORES),
     (("params", *_OPTIMIZER),),
-    (("params", "grads", *_OPTIMIZER),),
+    (("params", "grads", *_OPTIMIZER), ("params", *_ON_CORES)),
     (_INPUTS,),
     ((*_INPUTS, *_OPTIMIZER),),
     ((*_INPUTS, "params", "grads", *_OPTIMIZER),),
 )
-_ASKED: tuple[_Kept, ...] = (_OPTIMIZER, _INPUTS, (*_INPUTS, *_OPTIMIZER))
+_ASKED: tuple[_Kept, ...] = (_OPTIMIZER, _INPUTS, (*_INPUTS, *_OPTIMIZER), _ON_CORES, (*_INPUTS, *_ON_CORES))
 _NAMES = {
     "params": "parameters",
     "grads": "gradients",
@@ -93,6 +95,8 @@ class KeptSearch:
         for row in rows if task.keep == ALL_ON_DEVICE else ():
             tried = [states for states in row if has_layers or "activations" not in states]
             for states, medium in product(tried, media):
+                if "update" in states and not _may_update(task, medium):
+                    continue
                 keep = replace(ALL_ON_DEVICE, **dict.fromkeys(states, medium))  # type: ignore[arg-type]  # of `MEDIA`
                 below = self._search(replace(space, task=replace(task, keep=keep)))
                 if _has_room(below) and _step_s(below) < (1 - TIE) * _step_s(found):
@@ -122,13 +126,18 @@ class KeptSearch:
         return f"{where}, as allowed: step {seconds(step_s)}, {seconds(before_s)} without"
 
 
+def _may_update(task: Task, medium: str) -> bool:
+    """Whether the host's cores may update states of a task in a medium: in its memory, at a rate that is known."""
+    return medium == HOST and task.cluster.device.below[medium].update_bytes_per_s > 0 and task.islands.num == 1
+
+
 def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def lanes_words(task: Task, best: Estimate) -> str:
     """Seconds of each medium's lanes beside those of computing, and the batch from which computing takes longer."""
-    found, device = list[str](), task.cluster.device
+    found, device, plan = list[str](), task.cluster.device, plan_of(task, best.candidate)
     computing_s = sum(spent for name, spent in best.time_s.items() if not name.startswith("wait "))
     for medium in task.keep.media:
         below = device.below[medium]
@@ -140,6 +149,10 @@ def lanes_words(task: Task, best: Estimate) -> str:
             f"a step reads {quantity(moved[0], 'B')} from the {medium} in {seconds(lanes_s[0])}, writes "
             f"{quantity(moved[1], 'B')} in {seconds(lanes_s[1])}, and computes for {seconds(computing_s)}"
         )
+        if task.keep.hands_over and medium == HOST:
+            numels = sum(updated_bytes(plan, flat) for flats in _flats(task, plan) for flat in flats)
+            cores_s = below.update_s(numels) / Mesh.of(task.cluster, plan).total("pipeline")
+            words += f"; updates take the host's cores {seconds(cores_s)}"
         # Bytes of inputs grow with the batch as computing does.
         if max(lanes_s) > computing_s and task.keep.activations != medium:
             words += f"; from a batch of about {most:,} sequences on, passed in one unit, it computes for longer"
@@ -154,9 +167,8 @@ def _has_room(found: "ProductsFound") -> bool:
         return True
     plan = plan_of(task, best[0].candidate)
     mesh = Mesh.of(task.cluster, plan)
-    flats = block_flats(task.cluster, plan, slice_blocks(task.blocks, mesh))
     below, stages = task.cluster.device.below, mesh.total("pipeline")
-    resting = resting_bytes(plan, flats)
+    resting = resting_bytes(plan, _flats(task, plan))
     if gone := leaving(plan.keep, task.blocks):
         tensor = TensorTraffic.of(mesh, [tier.name for tier in task.cluster.tiers], plan, task.sequence)
         numel = math.prod(edge_of(tensor, slice_blocks(task.blocks, mesh)).shape)
@@ -164,6 +176,10 @@ def _has_room(found: "ProductsFound") -> bool:
         flying = max(plan.unit, (stages + 1) / 2)
         resting[plan.keep.activations] += math.ceil(flying * len(gone)) * input_bytes(plan, numel)
     return all(size <= stages * below[name].share_bytes for name, size in resting.items())
+
+
+def _flats(task: Task, plan: Plan) -> tuple[tuple[FlatParamSpec, ...], ...]:
+    return block_flats(task.cluster, plan, slice_blocks(task.blocks, Mesh.of(task.cluster, plan)))
 
 
 def _step_s(found: "ProductsFound") -> float:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.hops import hops_coding_bytes
+from terrace.plan.kept import grad_format
 from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -171,7 +172,8 @@ class StateMessages:
         """Seconds of reading the `numel` elements of a message from below the device, or of writing them there."""
         keep, below = plan.keep, self.estimator.task.cluster.device.below
         if op is Op.SYNC and layout.grads_below:
-            return below[keep.grads].write_s(numel / layout.span(layout.optimizer) * FORMATS[plan.sums].element_bytes)
+            item = FORMATS[grad_format(plan)].element_bytes
+            return below[keep.grads].write_s(numel / layout.span(layout.optimizer) * item)
         if op not in (Op.GATHER, Op.REFRESH) or not layout.params_below:
             return 0.0
         num_bytes = numel / layout.span(layout.params) * self.estimator.item

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from terrace.cluster.below import Mark
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.cluster.width import share
-from terrace.probe.disk import with_disk
+from terrace.probe.below import with_medium
 from terrace.probe.fit import (
     AttentionSample,
     bus_share,
@@ -90,8 +90,9 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
         for index, member in enumerate(tiers[-1].members if samples.rates else ())
     ]
     rows += [*of_buses, *_shown(device, samples)]
-    device = with_disk(start, device, samples.disk)
-    rows += _of_disk(start.device, device) if samples.disk.bytes_per_s else []
+    for name, sample in (("host", samples.host), ("disk", samples.disk)):
+        device = with_medium(start, device, name, sample)
+        rows += _of_medium(start.device, device, name) if sample.bytes_per_s else []
     largest = max(samples.optimizer, key=lambda each: each.numel)
     return Probed(
         cluster=replace(start, device=device, tiers=tuple(tiers)),
@@ -100,18 +101,17 @@ def assemble(start: Cluster, samples: Samples) -> Probed:
     )
 
 
-def _of_disk(start: Device, device: Device) -> list[Constant]:
-    before, now = start.below.get("disk"), device.below["disk"]
-    named = (("memory_bytes", "B"), ("read_bytes_per_s", "B/s"), ("write_bytes_per_s", "B/s"))
+def _of_medium(start: Device, device: Device, medium: str) -> list[Constant]:
+    before, now = start.below.get(medium), device.below[medium]
     return [
         Constant(
-            f"below.disk.{name}",
-            unit,
+            f"below.{medium}.{name}",
+            "B" if name == "memory_bytes" else "B/s",
             None if before is None else getattr(before, name),
             getattr(now, name),
             "measured",
         )
-        for name, unit in named
+        for name in now.marks
     ]
 
 

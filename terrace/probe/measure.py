@@ -17,6 +17,7 @@ from terrace.comm.process_group import rank_device
 from terrace.launch.start import pace
 from terrace.launch.watchdog import watch as watchdog
 from terrace.launch.world import World
+from terrace.probe.below_rates import measure_disk, measure_host
 from terrace.probe.compute import (
     COMPILES_BY,
     TRAINS_IN,
@@ -28,7 +29,6 @@ from terrace.probe.compute import (
     measure_optimizer,
     measure_passes,
 )
-from terrace.probe.disk_rate import measure_disk
 from terrace.probe.grid import overlap_layer
 from terrace.probe.links import FIRST_BYTES, LARGEST_BYTES, TierLinks, aligned, measure_tier
 from terrace.probe.samples import PairSample, Samples, TierSamples
@@ -103,6 +103,8 @@ def _measure(world: World, cluster: Cluster, device: torch.device, seconds: floa
     tiers, pairs = _links(world, cluster, stopwatch, budget, pacer, say)
     say("the disk of the working folder")
     disk = measure_disk(stopwatch, Path(), world.local_world_size)
+    say("the host's memory and cores")
+    host = measure_host(stopwatch, device, world.local_world_size)
     return Samples(
         device=device.type,
         num_cores=num_cores(device),
@@ -120,6 +122,7 @@ def _measure(world: World, cluster: Cluster, device: torch.device, seconds: floa
         sustained=sustained,
         attention_kernels=kernels,
         disk=disk,
+        host=host,
     )
 
 

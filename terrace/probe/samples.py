@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from terrace.probe.disk import NO_DISK, DiskSample
+from terrace.probe.below import NO_MEDIUM, MediumSample
 from terrace.probe.fit import AttentionSample, GemmSample, LayerSample, LinkSample, OptimizerSample, PassSample
 
 
@@ -92,4 +92,5 @@ class Samples:
     rates: tuple[float, ...] = ()  # FLOP/s of products of every rank, where the cluster's members differ
     sustained: Sustained | None = None  # before all others; None where it was not measured
     attention_kernels: Mapping[str, AttentionSample] = field(default_factory=dict)  # the longest row, by kernel
-    disk: DiskSample = NO_DISK
+    disk: MediumSample = NO_MEDIUM
+    host: MediumSample = NO_MEDIUM

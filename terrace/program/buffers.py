@@ -210,7 +210,9 @@ def _accumulated(model: "ShardedModel", instructions: Sequence[Instruction]) -> 
         while len(written) > num_written:
             leave(written.pop(0), position, position)
 
-    used = (each.block for each in instructions if each.op in (Op.ORTHOGONALISE, Op.UPDATE))
+    # The host's cores read them where they are.
+    updates = () if model.plan.keep.updates_on_host else (Op.ORTHOGONALISE, Op.UPDATE)
+    used = (each.block for each in instructions if each.op in updates)
     ahead = [block for block in dict.fromkeys(used) if sizes[block]]
     taken = set[int]()
     for position, (op, block, *_) in enumerate(instructions):
@@ -226,12 +228,12 @@ def _accumulated(model: "ShardedModel", instructions: Sequence[Instruction]) -> 
         elif op is Op.CLIP:
             settle(0, 0, position)
         # The gradients of the next block are read while those of this one are used.
-        begins = op in (Op.ORTHOGONALISE, Op.UPDATE) and sizes[block] and block not in taken
+        begins = op in updates and sizes[block] and block not in taken
         if op is Op.CLIP or begins:
             taken.add(block)
             if ahead:
                 opened[ahead.pop(0)] = position
-        if op is Op.UPDATE and sizes[block]:
+        if op in updates and op is Op.UPDATE and sizes[block]:
             leave(block, position, position + 1)
     for block, spans in lives.items():
         yield Buffer(f"accumulated gradient of {model.blocks[block].name}", "grads", sizes[block], tuple(spans))

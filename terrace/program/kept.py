@@ -27,7 +27,7 @@ class Passing(NamedTuple):
 
 
 def passing(model: "ShardedModel", step: Iterable[Instruction]) -> Iterator[Passing]:
-    """The groups of a training step of these distinct instructions, in the order in which they pass."""
+    """The groups below of a training step of these distinct instructions, in the order in which they are updated."""
     for instruction in step if model.plan.keep.optimizer_below else ():
         if instruction.op in _PASSING:
             for index, flat in enumerate(model.flats[instruction.block]):
@@ -38,14 +38,14 @@ def passing(model: "ShardedModel", step: Iterable[Instruction]) -> Iterator[Pass
 
 def passed(model: "ShardedModel", instruction: Instruction) -> Traffic:
     """What an instruction passes through the device, in each direction."""
-    if not model.plan.keep.optimizer_below or instruction.op not in _PASSING:
+    if instruction.op not in _PASSING:
         return NO_TRAFFIC
     return traffic(model.plan, model.flats[instruction.block], orthogonalises=_PASSING[instruction.op])
 
 
 def num_pieces(model: "ShardedModel", step: Iterable[Instruction]) -> int:
     """Pieces that pass in a training step of these distinct instructions."""
-    return sum(len(pieces(model.plan, each.group)) for each in passing(model, step))
+    return sum(len(pieces(model.plan, each.group)) for each in passing(model, step)) * model.plan.keep.states_pass
 
 
 def moved(model: "ShardedModel", instruction: Instruction) -> tuple[int, int]:
@@ -63,7 +63,8 @@ def moved(model: "ShardedModel", instruction: Instruction) -> tuple[int, int]:
 def gradients(model: "ShardedModel", instruction: Instruction) -> tuple[int, int]:
     """Bytes of gradients that an instruction reads from below the device, and that it writes there.
 
-    They are written behind a SYNC. What is read ahead of an ORTHOGONALISE counts as read by the UPDATE of its block.
+    They are written behind a SYNC. What is read ahead of an ORTHOGONALISE counts as read by the UPDATE of its block. An
+    UPDATE on the host's cores reads as much: the new parameters, in the place of their gradients.
     """
     if not model.plan.keep.grads_below or instruction.op not in (Op.SYNC, Op.UPDATE):
         return 0, 0

@@ -29,9 +29,9 @@ class Span(NamedTuple):
 
 
 def below_lane(program: "Program", medium: str = "") -> int:
-    """The lane of a medium below the device, after those of tiers and of messages between stages; "": the first one."""
-    media = program.plan.keep.media
-    return len(program.layout.tiers) + 1 + (media.index(medium) if medium in media else 0)
+    """The lane of a medium below the device or of the host's cores, after those of tiers and stages; "": the first."""
+    lanes = program.plan.keep.lanes
+    return len(program.layout.tiers) + 1 + (lanes.index(medium) if medium in lanes else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +58,10 @@ class Recording:
         return (COMPUTE, *sorted({span.lane for span in self.spans} - {COMPUTE}))
 
     def lane_name(self, lane: int) -> str:
-        """`compute`, the lane's tier name, `stages` for messages between stages, or the medium below the device."""
+        """`compute`, a tier, `stages` for messages between stages, a medium below the device, or the host's cores."""
         if lane == COMPUTE:
             return "compute"
-        return (*self.program.layout.tiers, "stages", *self.program.plan.keep.media)[lane]
+        return (*self.program.layout.tiers, "stages", *self.program.plan.keep.lanes)[lane]
 
     def awaited(self, wait: Span) -> list[Instruction]:
         """The messages that a wait of the compute stream depends on, in order.

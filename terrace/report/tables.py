@@ -64,6 +64,7 @@ def plan_summary(cluster: Cluster, plan: Plan) -> str:
     states = [f"{', '.join(names)} {share}" for share, names in held.items()]
     outer = [outer_words(plan.outer)] if plan.outer.has_islands else []
     outer += [f"{', '.join(plan.keep.on(medium))} on the {medium}" for medium in plan.keep.media]
+    outer += ["updates on the host's cores"] if plan.keep.updates_on_host else []
     return f"{', '.join([plan_title(cluster, plan), *axes])}; {', '.join(states + outer)}"
 
 

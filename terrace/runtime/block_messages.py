@@ -33,6 +33,9 @@ class ParameterMessages:
             for block in (state.modules if state.program.plan.keep.params_below else ())
         }
         self._fetched: dict[int, Pending] = {}  # on a device: reads whose gathers begin when they are over
+        self._on_host: dict[int, Ticket] = {}  # block -> its update on the host's cores, until its REFRESH
+        # Refreshes that wait for an update on the host's cores: block -> position, instruction, update.
+        self._late: dict[int, tuple[int, Instruction, Ticket]] = {}
         self._updated: list[int] = []  # blocks whose working copies are on the device, the oldest first
 
     def await_for(self, block: int) -> None:
@@ -47,6 +50,7 @@ class ParameterMessages:
 
     def await_refresh(self, block: int) -> None:
         """Wait for a block's new parameters, if they are on their way."""
+        self._start_late(block)
         if block in self.refreshes:
             self._messages.wait(self.refreshes.pop(block), "wait refresh")
 
@@ -55,6 +59,7 @@ class ParameterMessages:
         if now.block in self._resting:
             self._fetch(now)
             return
+        self._start_late(now.block)
         # The gather reads the shard that the refresh writes, hence the order on the lane.
         after = self.refreshes.pop(now.block).ticket if now.block in self.refreshes else DONE
         gather = self._messages.of_block(lambda flat, transfer: flat.gather(self._collectives, transfer, now.secondary))
@@ -62,6 +67,7 @@ class ParameterMessages:
 
     def _fetch(self, now: Instruction) -> None:
         # A read waits for the last write of the same flat parameter (`Whole.read`), which follows its refresh.
+        self._start_late(now.block)
         if self._resting[now.block]:
             self.refreshes.pop(now.block, None)
         self._count_freed(now.block)
@@ -99,29 +105,54 @@ class ParameterMessages:
 
     def refresh(self, now: Instruction) -> None:
         """REFRESH."""
-        resting = self._resting.get(now.block, ())
-        if resting and now.block not in self._updated:
+        if self._resting.get(now.block) and now.block not in self._updated:
             self.open(now.block, reads=True)
         # The rank's own slice first; the gather then reads it.
         for flat in self._state.trainable(now.block):
             flat.publish()
         self._messages.clock.mark("update")
-        gather = self._messages.of_block(lambda flat, transfer: flat.refresh(self._collectives, transfer))
-        flats, ticket = self._state.trainable(now.block), DONE
+        updated = self._on_host.pop(now.block, DONE)
+        if updated is not DONE and (self._messages.program.message(now).sends or self._resting.get(now.block)):
+            # On a lane it would hold up what is behind it until the update is over, which may even wait for that. So it
+            # starts when its block is needed, at the same place in the program of every rank.
+            self._late[now.block] = self._messages.counter, now, updated
+        else:
+            self._send_refresh(now, updated)
+
+    def _send_refresh(self, now: Instruction, ticket: Ticket) -> None:
+        """Send new parameters once `ticket` is done, then write those that are kept below the device."""
+        messages, flats = self._messages, self._state.trainable(now.block)
+        gather = messages.of_block(lambda flat, transfer: flat.refresh(self._collectives, transfer))
 
         def refresh() -> None:
             gather()
             for flat in flats:
                 flat.refreshed()
 
-        if self._messages.program.message(now).sends:
-            self.refreshes[now.block] = self._messages.submit(refresh)
+        if messages.program.message(now).sends:
+            self.refreshes[now.block] = messages.submit(refresh)
             ticket = self.refreshes[now.block].ticket
+        elif ticket is not DONE:  # an update on the host's cores, beside which no blocks are zero
+            self.refreshes[now.block] = Pending(ticket, messages.counter, now)
         else:
             for flat in flats:
                 flat.refreshed()
-        for flat in resting:
-            self.refreshes[now.block] = Pending(flat.resting[0].evict(ticket), self._messages.counter, now)
+        for flat in self._resting.get(now.block, ()):
+            self.refreshes[now.block] = Pending(flat.resting[0].evict(ticket), messages.counter, now)
+
+    def _start_late(self, block: int) -> None:
+        if block in self._late:
+            position, now, updated = self._late.pop(block)
+            self._messages.wait_below(updated, "wait update")
+            with self._messages.at(position, now):
+                self._send_refresh(now, updated)
+
+    def update_on_host(self, now: Instruction, scale: Tensor, lr: float) -> None:
+        """UPDATE on the host's cores, which goes on behind the instructions that follow."""
+        self.open(now.block)
+        tickets = [flat.update_on_host(scale, lr) for flat in self._state.trainable(now.block)]
+        self._on_host[now.block] = tickets[-1]
+        self._messages.clock.mark("update")
 
     def open(self, block: int, *, reads: bool = False) -> None:
         """Give memory on the device to the working copies of a block that are kept below, until they are written.
@@ -132,6 +163,7 @@ class ParameterMessages:
             return
         while len(self._updated) >= MOST_UPDATED:
             oldest = self._updated[0]
+            self._start_late(oldest)
             self._messages.wait(self.refreshes.pop(oldest), f"wait {MessageClass.KEEP_WRITE.value}")
             self._count_freed(oldest)
         self._updated.append(block)
@@ -146,6 +178,8 @@ class ParameterMessages:
 
     def drain(self) -> None:
         """Wait for all refreshes."""
+        for block in [*self._late]:
+            self._start_late(block)
         while self.refreshes:
             self._messages.wait(self.refreshes.popitem()[1], "wait refresh")
         while self._updated:
@@ -250,7 +284,9 @@ class RestingGradients:
 
     def __init__(self, state: ModelState, messages: Messages) -> None:
         self._messages = messages
-        blocks = state.modules if state.program.plan.keep.grads_below else ()
+        keep = state.program.plan.keep
+        blocks = state.modules if keep.grads_below else ()
+        self._reads = not keep.updates_on_host  # else the host's cores read them where they are
         found = {block: [flat for flat in state.trainable(block) if flat.layout.grads_below] for block in blocks}
         self._flats = {block: flats for block, flats in found.items() if flats}
         self._at_once = {block: is_final_at_once([flat.spec for flat in flats]) for block, flats in self._flats.items()}
@@ -295,7 +331,7 @@ class RestingGradients:
 
     def begin_updates(self) -> None:
         """Begin to read the gradients of the first update."""
-        if self._flats:
+        if self._flats and self._reads:
             used = (each.block for each in self._messages.program.instructions if each.op in _USES)
             self._ahead.extend(block for block in dict.fromkeys(used) if block in self._flats)
             self._taken.clear()

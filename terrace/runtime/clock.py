@@ -43,6 +43,18 @@ class Clock(ABC):
         """Seconds per category since the start; on a device, of the marks that are over (`StreamClock`)."""
 
 
+class _NoClock(Clock):
+    def start(self) -> None: ...
+
+    def mark(self, category: str) -> None: ...
+
+    def totals(self) -> dict[str, float]:
+        return {}
+
+
+NO_CLOCK: Clock = _NoClock()  # of work on a lane, which takes no time of the step's
+
+
 class HostClock(Clock):
     """For a CPU, where calls are synchronous."""
 

@@ -7,6 +7,7 @@ The update of an element depends on that element alone, so any slice of a flat b
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,20 @@ from terrace.plan.keep import STATES
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.states import KINDS, UNSIGNED, kinds_of
 from terrace.runtime.stored import State, Storage, chunks
+
+
+class Gradient(Protocol):
+    """The finished gradient of a slice (1-D): a tensor, or one that the host's cores read (terrace.runtime.kept)."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def numel(self) -> int: ...
+
+    def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +57,7 @@ class Elementwise:
     def __init__(
         self,
         master: Tensor,
-        gradient: Tensor,
+        gradient: Gradient,
         num_decayed: int,
         config: OptimizerConfig,
         *,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from terrace.accelerator import HOST
 from terrace.comm.collectives import DTYPES, Collectives
 from terrace.comm.lane import DONE, Ticket
 from terrace.comm.ledger import Meter
@@ -21,6 +22,7 @@ from terrace.plan.state_bytes import keeps_master, rests_master
 from terrace.program.message import Transfer
 from terrace.runtime.flat_gradient import FlatGradient
 from terrace.runtime.flat_slices import RankSlices
+from terrace.runtime.kept.host_update import HostUpdate
 from terrace.runtime.kept.offloaded import Offloaded, Resident
 from terrace.runtime.kept.states import RESIDENT, Passages
 from terrace.runtime.kept.whole import FrozenState
@@ -90,6 +92,7 @@ class FlatParam(RankSlices):
         else:
             self.shard = self._zeros(layout.params) if layout.gathers else self.full
         self.resting: list[Offloaded] = []
+        self._on_host: list[HostUpdate] = []  # the one that updates this slice, if the host's cores do
         self.secondary: Tensor | None = None
         if layout.has_secondary:
             self.secondary = self._zeros(layout.params_backward) if layout.frees else self.full
@@ -210,6 +213,14 @@ class FlatParam(RankSlices):
             self._whole = None
         self.gradient.begin()  # of the next step
 
+    def update_on_host(self, scale: Tensor, lr: float) -> Ticket:
+        """As `update`, on the host's cores; done when the working copy has this rank's new parameters."""
+        (host,) = self._on_host
+        optimizer, target = self.optimizer, self._shard_piece(self.layout.optimizer)
+        # No backward adds to the gradient before it has waited for the update.
+        self.gradient.begin()
+        return host.submit(lambda: optimizer.update(lr), scale, target)
+
     @property
     def outer_state(self) -> OuterState:
         """Outer optimizer state of this rank's slice. Only under a plan with islands."""
@@ -277,16 +288,20 @@ class FlatParam(RankSlices):
         layout, device, sums = self.layout, self.full.device, DTYPES[self._plan.sums]
 
         def rounds(part: slice, values: Tensor) -> None:
+            if any(each.takes(part, values) for each in self._on_host):
+                return
             with self.working.on_device():
                 self._shard_piece(layout.optimizer)[part].copy_(values)
 
         self.gradient.allocate(sums, below.grads)
         start, working = self.part(layout.optimizer).start, self._shard_piece(layout.optimizer)
         is_apart = self._keeps_master or self._rests_master
-        master = values.to(device=device, dtype=DTYPES[self._plan.master]) if is_apart else working
+        self._on_host = [make(self.gradient.owned) for make in below.on_host]
+        where = HOST if self._on_host else device
+        master = values.to(device=where, dtype=DTYPES[self._plan.master]) if is_apart else working
         self.optimizer = make_optimizer(
             master,
-            self.gradient.owned,
+            next((each.gradient for each in self._on_host), self.gradient.owned),
             start,
             self.spec.orthogonal,
             [f"{self.name}.{name}" for name in self.spec.orthogonal_names(self.expert_rank)],

@@ -3,7 +3,8 @@
 A gradient's message is sent whole or, in gaps, part by part in the order of program.gap_queue.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -133,22 +134,31 @@ class Messages:
         self.counter, self.now = 0, comm.program.instructions[0]
         self.gaps = GapMessages()
         self.progress = progress
+        self._told: tuple[int, object, tuple[int, ...]] = (self.counter, self.now, ())
         self._flats = flats
 
     def run(self, program: Program, handlers: Mapping[Op, Callable[[Instruction], None]]) -> None:
         """Run the instructions of a program, each by the handler of its op."""
-        self.program, progress = program, self.progress
+        self.program = program
         for self.counter, self.now in enumerate(program.instructions):
             # Reported before it runs: a rank that hangs names the instruction it hangs in.
-            progress(self.counter, self.now, ())
+            self._tell(self.counter, self.now, ())
             handlers[self.now.op](self.now)
+
+    @contextmanager
+    def at(self, counter: int, now: Instruction) -> Iterator[None]:
+        """Context in which an earlier instruction of a training step is the one that runs."""
+        before = self.program, self.counter, self.now
+        self.program, self.counter, self.now = self.comm.program, counter, now
+        yield
+        self.program, self.counter, self.now = before
 
     def wait(self, pending: Pending, category: str) -> None:
         """Wait for a message. The clock counts the time as `category`."""
-        self.progress(pending.counter, pending.doing, self.comm.participants(pending.instruction))
+        self._tell(pending.counter, pending.doing, self.comm.participants(pending.instruction))
         pending.ticket.wait()
         self.clock.mark(category)
-        self.progress(self.counter, self.now, ())
+        self._tell(self.counter, self.now, ())
 
     def wait_below(self, ticket: Ticket, category: str) -> None:
         """Wait for a read or write below the device, for which no other rank is needed."""
@@ -158,11 +168,15 @@ class Messages:
 
     def waiting_on(self, ranks: tuple[int, ...]) -> None:
         """Report that the instruction that runs waits for `ranks`, or no longer does."""
-        self.progress(self.counter, self.now, ranks)
+        self._tell(self.counter, self.now, ranks)
 
     def moved(self) -> None:
-        """Report that the instruction that runs goes on, such as by a piece of the states that it passes."""
-        self.progress(self.counter, self.now, ())
+        """Report again what was reported last: a piece of states was updated, here or on the host's cores."""
+        self.progress(*self._told)
+
+    def _tell(self, counter: int, doing: object, ranks: tuple[int, ...]) -> None:
+        self._told = counter, doing, ranks
+        self.progress(counter, doing, ranks)
 
     def submit(self, work: Work, after: Ticket = DONE) -> Pending:
         """Submit the work of the instruction that runs, to start when `after` is done."""

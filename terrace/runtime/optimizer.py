@@ -8,7 +8,7 @@ from torch import Tensor
 
 from terrace.plan.update import Extent, parse_update
 from terrace.runtime.adamw import ShardedAdamW
-from terrace.runtime.elementwise import StatePart
+from terrace.runtime.elementwise import Gradient, StatePart
 from terrace.runtime.lion import ShardedLion
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.projected import ShardedProjected
@@ -62,7 +62,7 @@ class NoOptimizer:
 
 def make_optimizer(
     master: Tensor,
-    gradient: Tensor,
+    gradient: Gradient,
     start: int,
     extents: Sequence[Extent],
     names: Sequence[str],
@@ -80,8 +80,9 @@ def make_optimizer(
         return ShardedLion(master, gradient, num_decayed, config, start=start, storage=storage)
     if config.name == "sgd":
         return ShardedSGD(master, gradient, num_decayed, config, start=start, storage=storage)
-    if extents and parse_update(config.update).projects:
+    if not extents:
+        return ShardedAdamW(master, gradient, num_decayed, config, start=start, storage=storage)
+    assert isinstance(gradient, Tensor), "the host's cores update no whole matrices"
+    if parse_update(config.update).projects:
         return ShardedProjected(master, gradient, start, extents, names, config, compute, storage, ShardedAdamW)
-    if extents:
-        return ShardedMuon(master, gradient, start, extents, config, compute, storage, ShardedAdamW)
-    return ShardedAdamW(master, gradient, num_decayed, config, start=start, storage=storage)
+    return ShardedMuon(master, gradient, start, extents, config, compute, storage, ShardedAdamW)

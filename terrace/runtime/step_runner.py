@@ -16,6 +16,7 @@ Communication goes to the lane of the outermost tier it crosses. An instruction 
     COUNT               every FORWARD of a block with a router
     CLIP                every SYNC, and COUNT
     UPDATE              the ORTHOGONALISE of its block, under Muon
+    REFRESH             the UPDATE of its block, if the host's cores update
     OUTER_START         on its lane: the OUTER_COUNT before it
     OUTER_APPLY         the OUTER_START of its block, in this program or an earlier one, and the last step's refresh
 """
@@ -64,7 +65,8 @@ class Updates:
         self.lr = 0.0
         self.sums = StepSums.of(torch.zeros(3))  # until the first CLIP
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
-        self._scale = torch.ones(())
+        self._scale = self._host_scale = torch.ones(())
+        self._on_host = state.program.plan.keep.updates_on_host
         self._counts = list[Pending]()
         self._whole: dict[int, Pending] = {}
 
@@ -92,6 +94,7 @@ class Updates:
         counts = self._load.sums if calls.trains else None
         self.sums = StepSums.of(total[0], len(of_routers), state.loss_scale.value, counts)
         self._scale = self.sums.scale(state.settings.clip)
+        self._host_scale = self.sums.on_host().scale(state.settings.clip) if calls.trains else self._scale
         messages.clock.mark("clip")
         if calls.trains:
             end_gradients(flats, state.edges.values(), self.sums, self.gives_up)
@@ -118,6 +121,9 @@ class Updates:
         """UPDATE."""
         if now.block in self._whole:
             self._messages.wait(self._whole.pop(now.block), "wait orthogonalise")
+        if self._on_host:
+            self._parameters.update_on_host(now, self._host_scale, self.lr)
+            return
         self._gradients.resting.take(now.block)
         self._parameters.open(now.block)
         for flat in self._state.trainable(now.block):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,6 +56,11 @@ class StepSums:
     def is_finite(self) -> bool:
         """Whether loss, norm and rounding errors are finite; in a block format only the last show inf and nan."""
         return all(map(math.isfinite, self.figures))
+
+    def on_host(self) -> "StepSums":
+        """The same loss, norm and tokens in memory of the host."""
+        loss, norm, count = torch.tensor(self.figures[:3], dtype=torch.float64).unbind()
+        return replace(self, loss=loss, grad_norm=norm, num_tokens=count)
 
     def scale(self, clip_norm: float) -> Tensor:
         """Factor that turns the summed, scaled gradient into a mean of norm at most `clip_norm`; 0 does not clip."""

@@ -8,8 +8,8 @@ Other steps are unaffected. While a step is traced, instance attributes of the r
 of their classes, to record each mark of the clock, each piece of work on a lane and each message to another stage;
 afterwards they are deleted. On a CPU times are the host's; on CUDA they are events on the streams, read at the end,
 so that tracing never makes the host wait. A message between stages is recorded when it is sent; with NCCL, where
-torch sends it on its own stream, only the wait for it is recorded. Pieces of states below the device are recorded on a
-CPU, each on the lane of its medium at the instruction that asked for it.
+torch sends it on its own stream, only the wait for it is recorded. Pieces of states below the device, and updates on
+the host's cores, are recorded on a CPU, each on its lane at the instruction that asked for it.
 
 Compute spans are the time between two marks: a wait, or a pass up to its end. Routed messages appear on the lanes
 that they use, at the position of their pass. Messages of tensor and context ranks inside a block appear as the waits
@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any
 from terrace.accelerator import has_streams
 from terrace.comm.lane import DONE, Ticket
 from terrace.plan.layout import INSIDE
-from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import COLLECTIVES
 from terrace.program.recording import COMPUTE, Recording, Span, below_lane
@@ -126,8 +125,8 @@ class Tracer:
         # On a device the ring's threads have no stream whose events would tell when they ran.
         if not has_streams(self._engine.device):
 
-            def passed(work: Work, message: MessageClass, medium: str) -> Work:
-                return self._timed(step, work, below_lane(program, medium), messages.counter, message.value)
+            def passed(work: Work, category: str, lane: str) -> Work:
+                return self._timed(step, work, below_lane(program, lane), messages.counter, category)
 
             self._engine.below.trace(passed)
         messages.progress = recorded

@@ -20,6 +20,7 @@ WAITS = WAIT, WAIT_WRITE = tuple(f"wait {message.value}" for message in BELOW)
 # What is read and written as wholes, without the ring.
 PARAMS, GRADS, ACTIVATIONS = "params", "grads", "activations"
 Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
+START: Moment = (0.0, -1)  # before anything
 _EXACT = 6  # times the slots: pieces of one instruction that are played one by one; the rest repeat the last ones
 
 
@@ -61,6 +62,7 @@ class Slots:
         }
         self._number = min(keep.ring, program.num_kept_pieces)
         self._there_s = deque[float]()  # when each piece that is read ahead is there
+        self.cores_s = 0.0  # when the host's cores are free
         self.grads_ahead = deque[Moment]()  # when the gradients of the next update are
 
     def passed_s(self, stream: Stream, now_s: float) -> float:

@@ -1,4 +1,4 @@
-"""The waits of a rank for states that are kept below its device (terrace.simulate.rank)."""
+"""The waits of a rank for states that are kept below its device, and for the host's cores (terrace.simulate.rank)."""
 
 from abc import abstractmethod
 from collections import defaultdict, deque
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrace.plan.keep import MOST_UPDATED
 from terrace.program.instruction import HALVES
-from terrace.simulate.below import ACTIVATIONS, GRADS, PARAMS, WAIT, WAIT_WRITE, Moment, Slots
+from terrace.simulate.below import ACTIVATIONS, GRADS, PARAMS, START, WAIT, WAIT_WRITE, Moment, Slots
 from terrace.simulate.priced_instruction import Event
 
 if TYPE_CHECKING:
@@ -16,11 +16,18 @@ if TYPE_CHECKING:
 class BelowClocks:
     """The clocks of a rank that depend on media below its device."""
 
-    __slots__ = ("evicted", "fetched", "grads_written", "leaving", "now_s", "params_written", "slots")
+    __slots__ = (
+        *("evicted", "fetched", "grads_there", "grads_written", "late", "leaving", "now_s", "params_written", "slots"),
+        *("refreshes", "updates"),
+    )
 
     def __init__(self, program: "Program") -> None:
         self.now_s, self.slots = 0.0, Slots(program)
         self.grads_written: deque[Moment] = deque()  # when each block's gradients are written
+        self.grads_there = dict[int, Moment]()  # block -> when its gradient is where the host's cores read it
+        self.refreshes = dict[int, Moment]()  # block -> when its new parameters are there
+        self.updates = dict[int, Moment]()  # block -> when its update on the host's cores is over
+        self.late = dict[int, tuple[Event, Moment]]()  # block -> its REFRESH, and the update that this waits for
         self.params_written: deque[Moment] = deque()  # when each block's updated parameters are
         self.leaving: Moment = (0.0, -1)  # when the newest input is written
         # When the inputs of each block are written, and when those on their way back are there, in order.
@@ -30,6 +37,10 @@ class BelowClocks:
     @abstractmethod
     def wait(self, moment: Moment, category: str) -> None:
         """Make the compute stream wait."""
+
+    @abstractmethod
+    def issue(self, event: Event, ready: Moment) -> Moment:
+        """Put a message that may start at `ready` on its lane; returns its arrival."""
 
     def read_first(self, event: Event, ready: Moment) -> Moment:
         """When a message may start that reads parameters from below the device first."""
@@ -46,7 +57,9 @@ class BelowClocks:
     def write_grads(self, event: Event, ready: Moment) -> Moment:
         """Write gradients that are complete at `ready`, if they are kept below the device. Returns `ready`."""
         if event.stream.write_s:
-            self.grads_written.append(self.write_below(GRADS, event.stream.write_s, self.now(ready)))
+            written = self.write_below(GRADS, event.stream.write_s, self.now(ready))
+            self.grads_written.append(written)
+            self.grads_there[event.block] = written
         return ready
 
     def wait_grads_written(self, most: int) -> None:
@@ -56,6 +69,9 @@ class BelowClocks:
 
     def wait_updated(self) -> None:
         """Wait until another block may be updated."""
+        for block in [each for each, (event, _) in self.late.items() if event.stream.write_s]:
+            if len(self.params_written) + len(self.late) >= MOST_UPDATED:
+                self.start_late(block)
         while len(self.params_written) >= MOST_UPDATED:
             self.wait(self.params_written.popleft(), WAIT_WRITE)
 
@@ -102,6 +118,40 @@ class BelowClocks:
                 if seconds:
                     ahead.append(self.read_below(GRADS, seconds, (self.now_s, -1)))
             self.wait(ahead.popleft(), WAIT)
+
+    def update_on_host(self, event: Event) -> None:
+        """UPDATE on the host's cores, behind which computing goes on."""
+        self.wait_updated()
+        self.updates[event.block] = self.run_on_cores(event)
+
+    def refresh(self, event: Event) -> None:
+        """REFRESH follows its UPDATE; parameters that are kept below the device are then written.
+
+        Behind an update on the host's cores it takes a lane when its block is needed.
+        """
+        updated = self.updates.pop(event.block, START)
+        if updated is not START and (event.seconds or event.stream.write_s):
+            self.late[event.block] = event, updated
+        else:
+            self.refreshes[event.block] = self.write_params(event, self.issue(event, updated))
+
+    def start_late(self, block: int) -> None:
+        if block in self.late:
+            event, updated = self.late.pop(block)
+            self.wait(updated, "wait update")
+            self.refreshes[block] = self.write_params(event, self.issue(event, START))
+
+    def run_on_cores(self, event: Event) -> Moment:
+        """Update a block on the host's cores once its gradient is there. Returns when the device has the result."""
+        slots, there = self.slots, self.grads_there.pop(event.block, START)
+        begin_s = max(self.now_s, slots.cores_s, there[0])
+        slots.cores_s = slots.passed_s(event.stream, begin_s) + event.seconds
+        updated = self.updated_on_cores(event, begin_s, there)
+        return self.read_below(GRADS, event.grads_s, updated) if event.grads_s else updated
+
+    def updated_on_cores(self, event: Event, begin_s: float, there: Moment) -> Moment:
+        """Hook for recordings: the cores are busy from `begin_s` on."""
+        return self.slots.cores_s, -1
 
     def pass_pieces(self, event: Event) -> None:
         """Wait for the pieces of an event's states that are kept below the device; the caller computes."""

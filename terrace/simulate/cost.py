@@ -37,7 +37,7 @@ from terrace.program.exchange import exchanged
 from terrace.program.instruction import Instruction, Op
 from terrace.program.kept import gradients, moved, passed
 from terrace.program.message import Message
-from terrace.program.phase import Phase
+from terrace.simulate.below_seconds import host_update_seconds, moved_stream, passed_stream
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s, memory_s
 from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s, rounding_bytes, seconds_of
@@ -121,26 +121,16 @@ class Costs:
 
     def stream(self, instruction: Instruction, update_s: float = 0.0) -> Stream:
         """What an instruction passes of states below the device, with `update_s` of computing in all."""
-        program, found = self.program, passed(self.program.model, instruction)
-        if not found.num_pieces:
-            return NO_STREAM
-        medium, number = program.cluster.device.below[program.plan.keep.optimizer], found.num_pieces
-        read_s, write_s = medium.read_s(found.num_bytes), medium.write_s(found.num_bytes)
-        return Stream(number, read_s / number, write_s / number, update_s / number)
+        found = passed(self.program.model, instruction)
+        return passed_stream(self.program, found, update_s) if found.num_pieces else NO_STREAM
 
     def moved(self, instruction: Instruction) -> Stream:
         """Seconds in which an instruction reads parameters from below the device or writes them; a SYNC, gradients."""
-        program, (read, written), keep = self.program, moved(self.program.model, instruction), self.program.plan.keep
-        media, of_gradients = program.cluster.device.below, gradients(program.model, instruction)[1]
-        if of_gradients:
-            return Stream(0, 0.0, media[keep.grads].write_s(of_gradients))
-        if not read and not written:
-            return NO_STREAM
-        read = written if program.phase is Phase.RESTORE else read
-        return Stream(0, media[keep.params].read_s(read), media[keep.params].write_s(written))
+        model = self.program.model
+        return moved_stream(self.program, moved(model, instruction), gradients(model, instruction)[1])
 
     def gradients_s(self, block: int) -> float:
-        """Seconds in which the gradients of a block are read from below the device; 0 if they are kept on it."""
+        """Seconds in which an UPDATE reads from below the device: gradients, or new parameters of the host's cores."""
         read, _ = gradients(self.program.model, Instruction(Op.UPDATE, block))
         return self.program.cluster.device.below[self.program.plan.keep.grads].read_s(read) if read else 0.0
 
@@ -297,6 +287,8 @@ def _costs(
     routed: Sequence[RoutedSeconds],
     in_chunks: bool,
 ) -> Costs:
+    if program.plan.keep.hands_over:
+        update = host_update_seconds(program)
     # A loss in chunks runs forward and backward together, in the backward (terrace.runtime.head).
     if in_chunks and program.model.tensor.degree == 1 and program.trains:
         backward = [*backward[:-1], forward[-1] + backward[-1]]
@@ -313,7 +305,9 @@ def _costs(
 
 
 def update_seconds(program: "Program") -> tuple[float, ...]:
-    """Optimizer seconds of a rank's shard of every block; the constant is added to the last trainable block."""
+    """Optimizer seconds of a rank's shard of every block; a device's constant is added to the last trainable block."""
+    if program.plan.keep.hands_over:
+        return host_update_seconds(program)
     device, plan = program.cluster.device, program.plan
     more, item = rounding_bytes(device, plan.master, plan.optimizer_states), FORMATS[plan.compute].element_bytes
 

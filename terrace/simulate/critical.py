@@ -16,7 +16,7 @@ from math import inf
 from terrace.plan.wire import ROUTED, MessageClass
 from terrace.program.instruction import PASSES, Instruction
 from terrace.program.program import Program
-from terrace.program.recording import COMPUTE, Recording, Span
+from terrace.program.recording import COMPUTE, Recording, Span, below_lane
 from terrace.simulate.below import BELOW, WAITS
 from terrace.simulate.inside import WAIT_CHOICES, WAIT_CONTEXT, WAIT_TENSOR, inside_seconds
 
@@ -79,7 +79,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
                 inside_shares(recording.program, instruction, span.category),
                 span.category.removeprefix("wait "),
             )
-        elif span.category in BELOW or span.category in WAITS:
+        elif _is_below(recording.program, span) or span.category in WAITS:
             seconds[_medium(recording, span), span.category.removeprefix("wait ")] += piece.end_s - piece.start_s
             continue
         elif span.lane == COMPUTE:
@@ -142,7 +142,7 @@ def exposed_by_axis(recordings: Sequence[Recording], stage: int = 0) -> dict[tup
             start_s = max(wait.start_s, min(_begin_s(recording, span), end_s))
             if span.lane == COMPUTE:
                 break
-            if span.category in BELOW:
+            if _is_below(program, span):
                 name = recording.lane_name(span.lane)
                 seconds[name, name] += end_s - start_s
                 number, end_s = span.after, start_s
@@ -168,9 +168,14 @@ def _is_for_pieces(recording: Recording, wait: Span) -> bool:
     return wait.category in WAITS and (wait.after < 0 or recording.spans[wait.after].lane == COMPUTE)
 
 
+def _is_below(program: Program, span: Span) -> bool:
+    """Whether a span is on the lane of a medium below the device, or of the host's cores."""
+    return span.lane >= below_lane(program)
+
+
 def _medium(recording: Recording, span: Span) -> str:
     """The medium of a read or write of states below the device, or of a wait for one."""
-    if span.category in BELOW:
+    if _is_below(recording.program, span):
         return recording.lane_name(span.lane)
     if _is_for_pieces(recording, span):
         return recording.program.plan.keep.optimizer
@@ -193,7 +198,7 @@ def _sent_meanwhile(recording: Recording, wait: Span, sender: Recording) -> dict
 def span_shares(program: Program, span: Span) -> dict[int, float]:
     """Share of a lane message's seconds by tier index; they sum to 1. States below the device cross no tier."""
     instruction = program.instructions[span.position]
-    if span.category in BELOW:
+    if _is_below(program, span):
         return {}
     if instruction.op not in PASSES:
         return tier_shares(program, instruction)
@@ -233,6 +238,9 @@ def _shares(weights: Mapping[int, float]) -> dict[int, float]:
     return {tier: weight / total for tier, weight in weights.items()}
 
 
+_BELOW = (*BELOW, "update")  # on a lane: on the host's cores
+
+
 def critical_words(path: CriticalPath) -> str:
     """The critical path in one or two sentences, largest share first."""
     if not path.step_s:
@@ -256,7 +264,7 @@ def path_words(seconds: Mapping[tuple[str, str], float], step_s: float) -> str:
         named = ", ".join(
             f"{category} {_percent(part, step_s)} %" for part, category in inside if _percent(part, step_s)
         )
-        is_below = all(category in BELOW for (where, category) in seconds if where == place)
+        is_below = place and all(category in _BELOW for (where, category) in seconds if where == place)
         where = f"the {place}" if is_below else f"messages on tier {place}" if place else "compute"
         parts.append(f"{_percent(spent, step_s)} % {where}" + (f" ({named})" if named else ""))
     return f"On the critical path of the step: {'; '.join(parts)}"

@@ -70,6 +70,8 @@ def _time(program: "Program", costs: "Costs") -> dict[str, float]:
 
 def drain(rank: Rank) -> None:
     """Wait for every refresh, as before the forward of another model, which uses the same links."""
+    for block in [*rank.late]:
+        rank.start_late(block)
     for moment in rank.refreshes.values():
         rank.wait(moment, "wait refresh")
     rank.refreshes.clear()
@@ -137,7 +139,9 @@ class _Pricing:
         self._sends: dict[int, Event] = {}
         # The block whose gradients are read from below the device after those of each.
         used = (each.block for each in program.segments.folded.distinct if each.op in (Op.ORTHOGONALISE, Op.UPDATE))
-        read = [block for block in dict.fromkeys(used) if program.plan.keep.grads_below and costs.gradients_s(block)]
+        keep = program.plan.keep
+        reads = keep.grads_below and not keep.updates_on_host
+        read = [block for block in dict.fromkeys(used) if reads and costs.gradients_s(block)]
         self._read_next = dict(pairwise(read))
 
     def play(self, instruction: Instruction) -> Play:
@@ -151,9 +155,8 @@ class _Pricing:
             is_read = self._orthogonalises(block)
             grads_s = 0.0 if is_read else self.costs.gradients_s(block)
             next_s = self._next_gradients_s(block) if grads_s else 0.0
-            return Rank.update, Event(
-                op, block, update_s, -1, "update", stream=stream, grads_s=grads_s, next_grads_s=next_s
-            )
+            act = Rank.update_on_host if self.program.plan.keep.updates_on_host else Rank.update
+            return act, Event(op, block, update_s, -1, "update", stream=stream, grads_s=grads_s, next_grads_s=next_s)
         if op is Op.OUTER_APPLY:
             return Rank.outer_apply, Event(op, block, self.costs.apply_s(block), -1, "update")
         if op in _BELOW:

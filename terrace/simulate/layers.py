@@ -364,9 +364,13 @@ def rounding_bytes(device: Device, master: str, states: str | None) -> float:
     total = 0.0
     for stored in (states, states, master if master == "bf16" else None):
         if stored is not None:
-            work = 8 + (_BLOCK_CODE_BYTES if stored == BLOCK_STATES else _ROUNDING_BYTES)
-            total += 2 * element_bytes(stored) - 8 + work * (_IN_CACHE if device.type == "cpu" else 1)
+            total += 2 * element_bytes(stored) - 8 + recoding_bytes(stored, on_cpu=device.type == "cpu")
     return total
+
+
+def recoding_bytes(stored: str, *, on_cpu: bool) -> float:
+    """Bytes per parameter that decoding and rounding a narrow state reads and writes; on a CPU they are in a cache."""
+    return (8 + (_BLOCK_CODE_BYTES if stored == BLOCK_STATES else _ROUNDING_BYTES)) * (_IN_CACHE if on_cpu else 1)
 
 
 def at_once(logits: BlockSeconds) -> BlockSeconds:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.program.gap_queue import Held
 from terrace.program.instruction import Op
-from terrace.simulate.below import Moment
+from terrace.simulate.below import START, Moment
 from terrace.simulate.below_clocks import BelowClocks
 from terrace.simulate.bus import Bus, progress_s
 from terrace.simulate.priced_instruction import Doing, Event
@@ -77,7 +77,7 @@ class Rank(BelowClocks):
 
     __slots__ = (
         *("ahead_s", "begins_s", "bus", "busy_s", "changes", "counts", "directions", "gathers", "counts_end", "held"),
-        *("lanes_s", "mutual", "outside", "penalties", "reduced", "reductions", "refreshes", "stops", "syncs"),
+        *("lanes_s", "mutual", "outside", "penalties", "reduced", "reductions", "stops", "syncs"),
         "time_s",
     )
 
@@ -93,12 +93,12 @@ class Rank(BelowClocks):
         self.busy_s = 0.0  # when all lanes are free
         self.time_s: dict[str, float] = defaultdict(float)
         self.gathers: dict[int, tuple[Moment, str]] = {}
-        self.refreshes, self.reductions = dict[int, Moment](), deque[Moment]()
+        self.reductions = deque[Moment]()
         self.reduced: dict[int, Moment] = {}
         self.syncs, self.held = list[Moment](), Held[Event]()
         self.counts: tuple[Moment, str] | None = None
         self.directions: dict[int, tuple[Moment, str]] = {}
-        self.counts_end, self.changes = _START, dict[int, tuple[Moment, str]]()
+        self.counts_end, self.changes = START, dict[int, tuple[Moment, str]]()
         # The lanes of exchanges between islands, and the seconds by which these progressed while the clock stood still.
         self.outside, self.ahead_s = program.model.world_layout.outside, 0.0
 
@@ -107,7 +107,8 @@ class Rank(BelowClocks):
 
     def gather(self, event: Event) -> None:
         """GATHER starts after the refresh of its block, and first reads parameters that are kept below the device."""
-        moment = self.issue(event, self.read_first(event, self.refreshes.pop(event.block, _START)))
+        self.start_late(event.block)
+        moment = self.issue(event, self.read_first(event, self.refreshes.pop(event.block, START)))
         self.gathers[event.block] = moment, event.category
 
     def run(self, event: Event) -> None:
@@ -156,13 +157,15 @@ class Rank(BelowClocks):
 
     def is_held(self, passes: Passes) -> bool:
         """Whether passes may wait for messages or be slowed by them."""
-        under_way = self.busy_s > self.now_s or self.gathers or self.refreshes or passes.sends
+        under_way = self.busy_s > self.now_s or self.gathers or self.refreshes or self.late or passes.sends
         below = self.grads_written or self.fetched
         return bool(under_way or below or (passes.opens and len(self.reductions) > 1))
 
     def run_whole(self, event: Event) -> None:
         """FORWARD and BACKWARD with parameters replicated on every rank: they wait for the refresh."""
         refreshes = self.refreshes
+        for block in event.needs if self.late else ():
+            self.start_late(block)
         for block in event.needs if refreshes else ():
             if block in refreshes:
                 self.wait(refreshes.pop(block), "wait refresh")
@@ -180,7 +183,7 @@ class Rank(BelowClocks):
             if does is Doing.COMPUTE:
                 self.compute(step)
             elif does is Doing.SEND:
-                sent.append(self.issue(step, sent[number] if number >= 0 else _START))
+                sent.append(self.issue(step, sent[number] if number >= 0 else START))
             elif does is Doing.WAIT:
                 self.wait(sent[number], step.category)
             else:
@@ -188,12 +191,12 @@ class Rank(BelowClocks):
 
     def reduce(self, event: Event) -> None:
         """REDUCE of a unit's gradient."""
-        self.reduced[event.block] = moment = self.issue(event, _START)
+        self.reduced[event.block] = moment = self.issue(event, START)
         self.reductions.append(moment)
 
     def sync(self, event: Event) -> None:
         """SYNC starts after the last reduction of its block."""
-        self.syncs.append(self.write_grads(event, self.issue(event, self.reduced.get(event.block, _START))))
+        self.syncs.append(self.write_grads(event, self.issue(event, self.reduced.get(event.block, START))))
 
     def hold(self, event: Event) -> None:
         """REDUCE or SYNC in gaps: part 0 is sent at once."""
@@ -218,18 +221,18 @@ class Rank(BelowClocks):
     def part(self, event: Event, part: Event) -> None:
         """Issue one part of a REDUCE, or of a SYNC, which waits for the same part of its block's REDUCE."""
         if event.op is Op.REDUCE:
-            self.reduced[event.block] = self.issue(part, _START)
+            self.reduced[event.block] = self.issue(part, START)
         else:
-            self.syncs.append(self.issue(part, self.reduced.get(event.block, _START)))
+            self.syncs.append(self.issue(part, self.reduced.get(event.block, START)))
 
     def count(self, event: Event) -> None:
         """COUNT starts at once: all forwards have run."""
-        self.counts = self.issue(event, _START), event.category
+        self.counts = self.issue(event, START), event.category
 
     def clip(self, event: Event) -> None:
         """CLIP waits for every gradient, then for its own message."""
         self.settle()
-        self.wait(self.issue(event, _START), event.category)
+        self.wait(self.issue(event, START), event.category)
 
     def settle(self) -> None:
         """Wait for every gradient, and for the counts of routers."""
@@ -252,7 +255,7 @@ class Rank(BelowClocks):
         """ORTHOGONALISE starts at once, or when states and gradients that are kept below the device are there."""
         self.take(event)
         self.pass_pieces(event)
-        self.directions[event.block] = self.issue(event, _START), event.category
+        self.directions[event.block] = self.issue(event, START), event.category
 
     def update(self, event: Event) -> None:
         """UPDATE reads the gradients that CLIP waited for, and the whole matrices of its block."""
@@ -266,10 +269,10 @@ class Rank(BelowClocks):
     def outer_count(self, event: Event) -> None:
         """OUTER_COUNT computes the changes, then sends its counts at once."""
         self.compute(event.parts[0])
-        self.counts_end = self.issue(event, _START)
+        self.counts_end = self.issue(event, START)
 
     def outer_start(self, event: Event) -> None:
-        """OUTER_START follows its OUTER_COUNT on the lane: the parameters have been updated."""
+        """OUTERSTART follows its OUTER_COUNT on the lane: the parameters have been updated."""
         self.changes[event.block] = self.issue(event, self.counts_end), event.category
 
     def outer_apply(self, event: Event) -> None:
@@ -281,13 +284,9 @@ class Rank(BelowClocks):
             self.wait(self.refreshes.pop(event.block), "wait refresh")
         self.compute(event)
 
-    def refresh(self, event: Event) -> None:
-        """REFRESH follows its UPDATE; parameters that are kept below the device are then written."""
-        self.refreshes[event.block] = self.write_params(event, self.issue(event, _START))
-
     def restore(self, event: Event) -> None:
         """REFRESH of a restoring program: compute waits for it."""
-        self.wait(self.write_params(event, self.issue(event, self.read_first(event, _START))), event.category)
+        self.wait(self.write_params(event, self.issue(event, self.read_first(event, START))), event.category)
         self.params_written.clear()
 
     def issue(self, event: Event, ready: Moment) -> Moment:
@@ -395,5 +394,4 @@ class Rank(BelowClocks):
         self.now_s += self.clock_s(seconds)
 
 
-_START: Moment = (0.0, -1)  # before anything
 _HELD: Moment = (math.inf, -1)  # of a reduction with parts that have not left

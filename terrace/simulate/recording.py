@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from terrace.base.collection import no_collection
+from terrace.plan.keep import CORES
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
 from terrace.program.recording import COMPUTE, Recording, Span, below_lane
@@ -51,6 +52,9 @@ def record(program: "Program", costs: "Costs") -> Recording:
         return rank.recording()
 
 
+_NEARLY = 1 - 1e-12  # sums of the same seconds in another order
+
+
 class Recorder(Rank):
     """A rank that records its spans. It calls `Rank` by name, since `super()` takes as long as the call itself."""
 
@@ -78,7 +82,7 @@ class Recorder(Rank):
         self.program = program
         self.sending = len(program.layout.tiers)  # the lane of messages to other stages
         # The last span of every lane; COMPUTE is the last, the media below the device are before it.
-        self.newest = [-1] * (self.sending + 2 + len(program.plan.keep.media))
+        self.newest = [-1] * (self.sending + 2 + len(program.plan.keep.lanes))
         self.first, self.origin = 0, 0.0  # of the step: its first span, and the clock at its start
         self.cause: tuple[int, int] | None = None  # (stage, span) of another stage that the next wait is for
         self.spans: list[_Noted] = []
@@ -175,6 +179,15 @@ class Recorder(Rank):
                 self.newest[COMPUTE],
             )
 
+    def updated_on_cores(self, event: Event, begin_s: float, there: Moment) -> Moment:
+        """Record an update on the host's cores."""
+        lane, done_s = below_lane(self.program, CORES), self.slots.cores_s
+        after = self.newest[COMPUTE]
+        for number in (there[1], self.newest[lane]):
+            if number >= 0 and self.spans[number][2] >= max(begin_s, self.now_s):
+                after = number
+        return done_s, self._add(lane, begin_s, done_s, event.category, after)
+
     def read_below(self, state: str, seconds: float, ready: Moment) -> Moment:
         """Record a read of parameters or gradients."""
         done_s, _ = Rank.read_below(self, state, seconds, ready)
@@ -190,7 +203,7 @@ class Recorder(Rank):
         start_s, after = done_s - seconds, self.newest[COMPUTE]
         # Its cause is the later of its input and the span before it in its direction, unless both end before its issue.
         for number in (ready, self.passed.get((lane, message), -1)):
-            if number >= 0 and self.spans[number][2] >= max(start_s, self.now_s):
+            if number >= 0 and self.spans[number][2] >= max(start_s, self.now_s) * _NEARLY:
                 after = number
         self.passed[lane, message] = self._add(lane, start_s, done_s, message, after)
         return done_s, self.passed[lane, message]

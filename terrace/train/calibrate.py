@@ -35,12 +35,14 @@ from terrace.model.facts import one_layer
 from terrace.model.init import initialise
 from terrace.model.liger import serve
 from terrace.plan.context import is_context_parallel, local_tokens
+from terrace.plan.keep import CORES, HOST
 from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.clock import wait_for
 from terrace.runtime.compiled import compile_blocks, compile_parts
 from terrace.runtime.engine import Engine
+from terrace.runtime.kept.host_rate import update_rate
 from terrace.runtime.scaled_linear import scale_matrices
 from terrace.runtime.scaling import Scaling
 from terrace.simulate.links import latency_and_rate
@@ -113,6 +115,8 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
     progress("the media below the device")
     for medium in plan.keep.media:
         own[medium] = engine.below.rate(medium)
+    if plan.keep.hands_over:
+        own[CORES] = engine.below.update_rate(update_rate())
     progress("the figures of all ranks")
     everyone = torch.tensor(
         engine.comm.exchange([*own.values(), *(figure for link in links.values() for figure in link)]),
@@ -314,6 +318,10 @@ def _below(engine: Engine, rates: Mapping[str, float]) -> Mapping[str, Medium]:
             whole = rates[name] * found[name].sharers
             marks: dict[str, Mark] = {"read_bytes_per_s": "measured", "write_bytes_per_s": "measured"}
             found[name] = replace(found[name], read_bytes_per_s=whole, write_bytes_per_s=whole, marks=marks)
+    if CORES in rates:
+        host = found[HOST]
+        measured: dict[str, Mark] = {**host.marks, "update_bytes_per_s": "measured"}
+        found[HOST] = replace(host, update_bytes_per_s=rates[CORES] * host.sharers, marks=measured)
     return found
 
 

@@ -185,3 +185,16 @@ def test_media_that_do_not_work_are_refused(text: str, words: str) -> None:
     on_cpu = replace(task_on(CLUSTERS["dgx 4x2"]), cluster=load_cluster("local"), compute="fp32")
     with pytest.raises(PlanError, match="the host is the device"):
         take_keep(["keep=host"], on_cpu)
+
+
+@pytest.mark.parametrize(("cores", "update"), [(2e11, "host"), (2e9, "device")])
+def test_states_in_the_hosts_memory_are_updated_where_that_is_faster(cores: float, update: str) -> None:
+    """By the simulated step: with a slow link and fast cores on the host, with slow cores through the device."""
+    link = Medium(memory_bytes=1e12, read_bytes_per_s=5e9, write_bytes_per_s=5e9, update_bytes_per_s=cores)
+    kept = KeptSearch((), search)
+    deep = replace(task_with(6e9, host=link), model=DEEP, batch=1, sequence=64)
+    chosen = searched(kept, deep)
+    assert chosen is not None
+    assert chosen[0].keep.update == update
+    assert chosen[0].keep.optimizer == "host"
+    assert ("updates take the host's cores" in kept.words(*chosen)) == (update == "host")

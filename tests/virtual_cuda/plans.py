@@ -88,6 +88,21 @@ def kept() -> Iterator[Planned]:
         yield planned(ONE_TIER, name, "toy", steps=2, micros=2, unit=2, keep=replace(keeps, grads="host"))
 
 
+def updated_on_host() -> Iterator[Planned]:
+    """Updates on the host's cores, of states in its memory and on a disk."""
+    host = Keep(optimizer="host", grads="host", update="host", piece=128)
+    disk = replace(host, optimizer="disk", ring=3)
+    for number, name in enumerate(("ddp", "zero1", "zero3", "zero++")):
+        optimizer = OptimizerConfig(name="lion", lr=3e-3) if name == "zero1" else ADAMW
+        keep = (host, disk)[number % 2]
+        yield planned(ONE_TIER, name, "toy", steps=3, unit=2, optimizer=optimizer, keep=keep)
+    for keep in (replace(host, params="host"), replace(disk, params="disk")):
+        yield planned(ONE_TIER, "zero3", DEEP, steps=2, micros=1, keep=keep)
+    form: dict[str, Any] = {"compute": "bf16", "master": "fp32", "within": ORDER_BF16}
+    yield planned(ONE_TIER, "zero2", steps=2, micros=1, keep=host, **form)
+    yield planned(ONE_TIER, "ddp", steps=2, micros=1, keep=disk, **form)
+
+
 def kept_inputs() -> Iterator[Planned]:
     """Inputs of blocks that leave after their forward, in several pieces, with and without a graph that has them."""
     host = Keep(activations="host", piece=64)
@@ -288,6 +303,7 @@ ROOMS = {
         placements,
         recomputed,
         kept,
+        updated_on_host,
         kept_inputs,
         pipelines,
         coded_edges,

@@ -49,7 +49,7 @@ def on_cuda(cluster: Cluster) -> Cluster:
     """The cluster with a device of CUDA, which has products in 8 bits."""
     device = cluster.device
     peaks = {**device.peak_flops_per_s, FP8: max(device.peak_flops_per_s.values())}
-    host = Medium(memory_bytes=1e9, read_bytes_per_s=1e10, write_bytes_per_s=1e10)
+    host = Medium(memory_bytes=1e9, read_bytes_per_s=1e10, write_bytes_per_s=1e10, update_bytes_per_s=1e10)
     below = {**device.below, "host": host}
     return replace(cluster, device=replace(device, backend="cuda", peak_flops_per_s=peaks, below=below))
 

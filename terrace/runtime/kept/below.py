@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 from typing import NamedTuple
@@ -9,22 +10,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from terrace.accelerator import HOST as HOST_DEVICE
+from terrace.comm.collectives import DTYPES
 from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import UNPACED, Pace
 from terrace.plan.boundaries import input_pieces, passing_bytes
-from terrace.plan.keep import NUM_WAYS
-from terrace.plan.kept import grad_pieces, param_pieces, pieces, ring_bytes, whole_piece_bytes
+from terrace.plan.keep import HOST, NUM_WAYS
+from terrace.plan.kept import (
+    grad_format,
+    grad_pieces,
+    param_pieces,
+    pieces,
+    ring_bytes,
+    updated_bytes,
+    whole_piece_bytes,
+)
 from terrace.plan.pieces import Piece
 from terrace.plan.state_bytes import rests_master
 from terrace.plan.wire import FORMATS
 from terrace.program.kept import Passing, passing
 from terrace.program.program import Program
-from terrace.runtime.clock import Clock
+from terrace.runtime.clock import NO_CLOCK, Clock
 from terrace.runtime.kept.boundaries import Boundaries
 from terrace.runtime.kept.channel import Around, Channel, Paced, untimed
 from terrace.runtime.kept.file import KeptFile, scratch
 from terrace.runtime.kept.host import HostMemory
-from terrace.runtime.kept.ring import Ring, Slot, make_slots
+from terrace.runtime.kept.host_update import Cores, HostUpdate, LandedGradient, SharedGradient
+from terrace.runtime.kept.ring import InPlace, Ring, Slot, make_slots
 from terrace.runtime.kept.states import RESIDENT, Passage, Passages
 from terrace.runtime.kept.whole import Whole
 
@@ -42,6 +54,10 @@ class Below:
     def rate(self, medium: str) -> float:
         """Measure the bytes per second that a medium reads while it writes as many; 0 if nothing is kept there."""
         return 0.0
+
+    def update_rate(self, rate: float) -> float:
+        """Bytes per second of updates on the host's cores, which reach `rate` without a pace."""
+        return rate
 
     def staging(self, num_bytes: int, locked: bool) -> Tensor:
         """Memory for the copy of a checkpoint, uint8; `locked` if the state is on a device."""
@@ -87,10 +103,10 @@ class Kept(Below):
             for each in passing(model, program.counts)
         ]
         wholes = [
-            _Resting(medium, (state, block, number), found, _numbered(sizes[medium], found))
-            for state, medium, pieces_of in (
-                (PARAMS, plan.keep.params, param_pieces),
-                (GRADS, plan.keep.grads, grad_pieces),
+            _Resting(medium, (state, block, number), found, _numbered(sizes[medium], found), DTYPES[dtype])
+            for state, medium, pieces_of, dtype in (
+                (PARAMS, plan.keep.params, param_pieces, plan.compute),
+                (GRADS, plan.keep.grads, grad_pieces, grad_format(plan)),
             )
             for block in program.stage.held
             for number, flat in enumerate(model.flats[block])
@@ -100,8 +116,11 @@ class Kept(Below):
         for number in range(program.most_inputs_below):
             found = input_pieces(plan, model.input_numel)
             numbers = _numbered(sizes[plan.keep.activations], found)
-            places.append(_Resting(plan.keep.activations, (INPUTS, -1, number), found, numbers))
-        stores = {medium: _store(medium, folder, each) for medium, each in sizes.items()}
+            places.append(_Resting(plan.keep.activations, (INPUTS, -1, number), found, numbers, DTYPES[plan.compute]))
+        self._memory = [HostMemory(sizes[HOST])] if HOST in sizes else []
+        stores: dict[str, KeptFile | HostMemory] = {
+            medium: self._memory[0] if medium == HOST else KeptFile(folder, each) for medium, each in sizes.items()
+        }
         self.words = "; ".join(filter(None, (store.words for store in stores.values())))
         self._channels = {
             medium: Channel(Paced(store, medium, pace) if pace.is_limited else store, ledger, medium)
@@ -109,6 +128,8 @@ class Kept(Below):
         }
         self._rings = dict[str, Ring]()  # that of optimizer states, or one that measures where parameters rest
         self._passages, self._wholes = defaultdict[_Flat, _Groups](dict), dict[tuple[str, int, int], Whole]()
+        # On a CPU they have no rate of their own.
+        self._cores = [Cores(pace if plan.keep.hands_over else UNPACED)] if plan.keep.updates_on_host else []
         meter.add("buffers", ring_bytes(plan, blocks))
         if places:
             meter.add("buffers", passing_bytes(plan, model.input_numel))
@@ -124,8 +145,13 @@ class Kept(Below):
         medium, order = self._keep.optimizer, [number for _, numbers in states for number in numbers]
         channel = self._channels[medium]
         largest = max(channel.store.sizes[number] for number in order)
-        slots = make_slots(min(self._keep.ring, len(order)), largest, device)
-        ring = self._rings[medium] = Ring(channel, order, slots, self._clock)
+        ring: Ring | InPlace
+        if self._keep.states_pass:
+            where, clock = (HOST_DEVICE, NO_CLOCK) if self._cores else (device, self._clock)
+            slots = make_slots(min(self._keep.ring, len(order)), largest, where)
+            ring = self._rings[medium] = Ring(channel, order, slots, clock)
+        else:
+            ring = InPlace(channel, self._memory[0])
         for (block, flat, group), numbers in states:
             self._passages[block, flat][group.name] = Passage(ring, group, pieces(self._plan, group), numbers)
 
@@ -138,7 +164,8 @@ class Kept(Below):
     def _rest(self, medium: str, wholes: Sequence["_Resting"], slots: Sequence[Slot]) -> None:
         reads, writes = slots
         for each in wholes:
-            self._wholes[each.key] = Whole(self._channels[medium], each.pieces, each.numbers, (reads, writes))
+            channel = self._channels[medium]
+            self._wholes[each.key] = Whole(channel, each.pieces, each.numbers, (reads, writes), each.dtype)
         if medium not in self._rings:
             order = [number for each in wholes for number in each.numbers]
             self._rings[medium] = Ring(self._channels[medium], order, slots[: len(order)], self._clock)
@@ -147,10 +174,20 @@ class Kept(Below):
         params, grads = ([*filter(None, [self._wholes.get((state, block, flat))])] for state in (PARAMS, GRADS))
         found = self._passages.get((block, flat), {})
         rests = rests_master(self._plan, self._flats[block][flat])
-        return Passages(found, self._keep.piece, rests_master=rests, params=params, grads=grads)
+        num_bytes = updated_bytes(self._plan, self._flats[block][flat])
+        on_host = [partial(self._on_host, grads, num_bytes) for _ in self._cores if found]
+        return Passages(found, self._keep.piece, rests_master=rests, params=params, grads=grads, on_host=on_host)
+
+    def _on_host(self, grads: Sequence[Whole], num_bytes: int, owned: Tensor) -> HostUpdate:
+        (cores,), sums = self._cores, DTYPES[self._plan.sums]
+        landed = [LandedGradient(each, self._memory[0], sums) for each in grads]
+        return HostUpdate(cores, landed[0] if landed else SharedGradient(owned), num_bytes)
 
     def rate(self, medium: str) -> float:
         return self._rings[medium].rate() if medium in self._rings else 0.0
+
+    def update_rate(self, rate: float) -> float:
+        return min((cores.rate(rate) for cores in self._cores), default=rate)
 
     def staging(self, num_bytes: int, locked: bool) -> Tensor:
         # In the page cache and behind it on the disk: such a copy is larger than the memory that states below save.
@@ -163,14 +200,17 @@ class Kept(Below):
             channel.on_piece = call
 
     def trace(self, around: Around = untimed) -> None:
-        for channel in self._channels.values():
-            channel.around = around
+        lanes: list[Channel | Cores] = [*self._channels.values(), *self._cores]
+        for each in lanes:
+            each.around = around
 
     def drain(self) -> None:
         for ring in self._rings.values():
             ring.drain()
 
     def close(self) -> None:
+        for cores in self._cores:
+            cores.close()
         for channel in self._channels.values():
             channel.close()
 
@@ -182,6 +222,7 @@ class _Resting(NamedTuple):
     key: tuple[str, int, int]
     pieces: Sequence[Piece]
     numbers: range
+    dtype: torch.dtype  # in which it is stored
 
 
 NOTHING_BELOW = Below()
@@ -194,10 +235,6 @@ def _numbered(sizes: list[int], found: Sequence[Piece]) -> range:
     """Add pieces behind those of `sizes`; returns their numbers."""
     sizes += [piece.num_bytes for piece in found]
     return range(len(sizes) - len(found), len(sizes))
-
-
-def _store(medium: str, folder: Path, sizes: Sequence[int]) -> KeptFile | HostMemory:
-    return KeptFile(folder, sizes) if medium == "disk" else HostMemory(sizes)
 
 
 def below_of(

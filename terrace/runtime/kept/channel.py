@@ -12,7 +12,7 @@ from terrace.comm.pace import Pace, lane_below
 from terrace.plan.wire import MessageClass
 
 Work = Callable[[], None]
-Around = Callable[[Work, MessageClass, str], Work]  # (work, message class, medium) -> work that does the same
+Around = Callable[[Work, str, str], Work]  # (work, its category, medium or host's cores) -> work that does the same
 
 
 class Store(Protocol):
@@ -60,7 +60,7 @@ def _nothing() -> None:
     """Do nothing."""
 
 
-def untimed(work: Work, message: MessageClass, medium: str) -> Work:
+def untimed(work: Work, category: str, lane: str) -> Work:
     """Return the work unchanged."""
     return work
 
@@ -76,7 +76,7 @@ class Channel:
 
     def timed(self, work: Work, message: MessageClass) -> Work:
         """The work of a lane, timed while a step is recorded."""
-        return self.around(work, message, self.medium)
+        return self.around(work, message.value, self.medium)
 
     def count(self, message: MessageClass, num_bytes: int) -> None:
         """Add bytes to the ledger."""

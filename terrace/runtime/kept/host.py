@@ -34,15 +34,16 @@ class HostMemory:
         """Fill `memory` with a piece."""
         size = self.sizes[number]
         # By torch, which lets other threads run meanwhile.
-        torch.frombuffer(memory, dtype=torch.uint8, count=size).copy_(self._piece(number))
+        torch.frombuffer(memory, dtype=torch.uint8, count=size).copy_(self.piece(number))
 
     def write(self, number: int, memory: memoryview) -> None:
         """Store a piece."""
-        self._piece(number).copy_(torch.frombuffer(memory, dtype=torch.uint8, count=self.sizes[number]))
+        self.piece(number).copy_(torch.frombuffer(memory, dtype=torch.uint8, count=self.sizes[number]))
 
     def close(self) -> None:
         """Give the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def _piece(self, number: int) -> torch.Tensor:
+    def piece(self, number: int) -> torch.Tensor:
+        """The memory of a piece."""
         return self._memory[self._starts[number] : self._starts[number + 1]]

@@ -33,6 +33,7 @@ from terrace.plan.keep import SECTOR_BYTES
 from terrace.plan.wire import MessageClass
 from terrace.runtime.clock import Clock
 from terrace.runtime.kept.channel import Channel, Store, Work
+from terrace.runtime.kept.host import HostMemory
 
 _MEASURED_BYTES, _MEASURED_S = 128 << 20, 1.0  # of pieces that pass again and again, and for how long
 WAIT = f"wait {MessageClass.KEEP_READ.value}"
@@ -60,11 +61,11 @@ class Slot(ABC):
         """Copy the piece that was read to `target`. Blocks until it is copied."""
 
     @abstractmethod
-    def copy_from(self, source: Tensor) -> None:
-        """Copy `source` into the piece. `store` may follow at once."""
+    def copy_from(self, source: Tensor, dtype: torch.dtype) -> None:
+        """Copy `source` into the piece as `dtype`. `store` may follow at once."""
 
-    def _values(self, like: Tensor) -> Tensor:
-        return self.memory[: like.nbytes].view(like.dtype)
+    def _values(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.memory[: like.numel() * dtype.itemsize].view(dtype)
 
 
 class HostSlot(Slot):
@@ -84,10 +85,10 @@ class HostSlot(Slot):
         store.write(number, self._view)
 
     def copy_to(self, target: Tensor) -> None:
-        target.copy_(self._values(target))
+        target.copy_(self._values(target, target.dtype))
 
-    def copy_from(self, source: Tensor) -> None:
-        self._values(source).copy_(source)
+    def copy_from(self, source: Tensor, dtype: torch.dtype) -> None:
+        self._values(source, dtype).copy_(source)
 
 
 class DeviceSlot(Slot):
@@ -126,13 +127,33 @@ class DeviceSlot(Slot):
 
     def copy_to(self, target: Tensor) -> None:
         with self._reading:
-            target.copy_(self._values(target), non_blocking=True)
+            target.copy_(self._values(target, target.dtype), non_blocking=True)
         self._reading.synchronize()
 
-    def copy_from(self, source: Tensor) -> None:
+    def copy_from(self, source: Tensor, dtype: torch.dtype) -> None:
         with self._writing:
-            self._values(source).copy_(source, non_blocking=True)
+            self._values(source, dtype).copy_(source, non_blocking=True)
             self._updated.record(self._writing)
+
+
+class _Place(Slot):
+    """A piece where it rests in the host's memory."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+
+    def fill(self, store: Store, number: int) -> None:
+        self.memory = self._memory.piece(number)
+
+    def leave(self) -> None: ...
+
+    def store(self, store: Store, number: int) -> None: ...
+
+    def copy_to(self, target: Tensor) -> None:
+        target.copy_(self._values(target, target.dtype))
+
+    def copy_from(self, source: Tensor, dtype: torch.dtype) -> None:
+        self._values(source, dtype).copy_(source)
 
 
 def make_slots(number: int, num_bytes: int, device: torch.device) -> list[Slot]:
@@ -226,3 +247,22 @@ class Ring:
 
 def _reading(slot: Slot, store: Store, number: int) -> Work:
     return lambda: slot.fill(store, number)
+
+
+class InPlace:
+    """As `Ring`, for pieces in the host's `memory` that are updated there: nothing passes."""
+
+    def __init__(self, channel: Channel, memory: HostMemory) -> None:
+        self._channel, self._place = channel, _Place(memory)
+
+    def take(self, number: int) -> Slot:
+        self._channel.on_piece()
+        self._place.fill(self._channel.store, number)
+        return self._place
+
+    def give(self, number: int, slot: Slot) -> None:
+        """The piece is where it belongs."""
+
+    @contextmanager
+    def apart(self) -> Iterator[tuple[Slot, Store]]:
+        yield self._place, self._channel.store

@@ -13,7 +13,8 @@ from torch import Tensor
 from terrace.plan.kept import Group, cuts, part_bytes
 from terrace.plan.pieces import Piece
 from terrace.plan.state_formats import BLOCK_STATES
-from terrace.runtime.kept.ring import Ring, Slot
+from terrace.runtime.kept.host_update import HostUpdate
+from terrace.runtime.kept.ring import InPlace, Ring, Slot
 from terrace.runtime.kept.whole import Whole
 from terrace.runtime.noise import Noise
 from terrace.runtime.stored import Exact, State, Storage
@@ -29,7 +30,7 @@ def _unseen(part: slice, values: Tensor) -> None:
 class Passage:
     """The pieces of a group on one rank, `numbers` in the file; `parts` are the elements in each."""
 
-    def __init__(self, ring: Ring, group: Group, pieces: Sequence[Piece], numbers: Sequence[int]) -> None:
+    def __init__(self, ring: Ring | InPlace, group: Group, pieces: Sequence[Piece], numbers: Sequence[int]) -> None:
         self.group, self._ring, self._pieces, self._numbers = group, ring, pieces, numbers
         self.parts: list[slice] = []
         self._states: list[KeptState] = []
@@ -188,7 +189,8 @@ _DTYPES = {"bf16": torch.bfloat16, BLOCK_STATES: torch.float32}  # of a whole st
 class Passages:
     """The groups of one flat buffer that are kept below the device, by name; pieces have `size` elements.
 
-    `params` and `grads` hold the working copy and the accumulated gradient if these are kept below; else none.
+    `params` and `grads` hold the working copy and the accumulated gradient if these are kept below; else none. If the
+    host's cores update, `on_host` has what makes their update of a gradient (n).
     """
 
     def __init__(
@@ -199,8 +201,9 @@ class Passages:
         rests_master: bool,
         params: Sequence[Whole] = (),
         grads: Sequence[Whole] = (),
+        on_host: Sequence[Callable[[Tensor], HostUpdate]] = (),
     ) -> None:
-        self.rests_master, self.params, self.grads = rests_master, params, grads
+        self.rests_master, self.params, self.grads, self.on_host = rests_master, params, grads, on_host
         self._groups, self._size = groups, size
 
     def storage(

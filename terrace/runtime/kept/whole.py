@@ -5,7 +5,7 @@ update changes a copy on the device, and the lane of writes then stores it. Read
 of one piece, since direct I/O needs page-aligned memory, and copies to and from a device need page-locked memory.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,15 +84,23 @@ class FrozenState:
 
 
 class Whole:
-    """A tensor of one rank, in the pieces `numbers` of a channel; `slots` are the buffers of reads and of writes."""
+    """A tensor of one rank, in the pieces `numbers` of a channel; `slots` are the buffers of reads and of writes.
+
+    `parts` are the elements of each piece, which are stored as `dtype`.
+    """
 
     def __init__(
-        self, channel: Channel, pieces: "Sequence[Piece]", numbers: Sequence[int], slots: "tuple[Slot, Slot]"
+        self,
+        channel: Channel,
+        pieces: "Sequence[Piece]",
+        numbers: Sequence[int],
+        slots: "tuple[Slot, Slot]",
+        dtype: torch.dtype,
     ) -> None:
-        self._channel, self._numbers, (self._reads, self._writes) = channel, tuple(numbers), slots
-        self._parts, first = list[slice](), 0
+        self._channel, self.numbers, (self._reads, self._writes) = channel, tuple(numbers), slots
+        self.dtype, self.parts, first = dtype, list[slice](), 0
         for piece in pieces:
-            self._parts.append(slice(first, first + piece.numel))
+            self.parts.append(slice(first, first + piece.numel))
             first += piece.numel
         self._num_bytes = sum(piece.num_bytes for piece in pieces)
         self._written = DONE  # the last write
@@ -102,16 +110,21 @@ class Whole:
 
         `counted` bytes enter the ledger: those that a step's program declares.
         """
+        return self.reading(target, counted=counted)()
+
+    def reading(self, target: Tensor, *, counted: bool = True) -> Callable[[], Ticket]:
+        """A function that begins to `read`, for any thread to call. Work issued up to now is waited for."""
         written, ready = self._written, computed(target.device)
 
         def work() -> None:
             written.wait_on_host()
             ready.wait_on_host()
-            for number, part in zip(self._numbers, self._parts, strict=True):
+            for number, part in zip(self.numbers, self.parts, strict=True):
                 self._reads.fill(self._channel.store, number)
                 self._reads.copy_to(target[part])
 
-        return self._channel.reader.submit(self._counted(work, MessageClass.KEEP_READ) if counted else work)
+        work_of = self._counted(work, MessageClass.KEEP_READ) if counted else work
+        return lambda: self._channel.reader.submit(work_of)
 
     def write(self, source: Tensor, after: Ticket = DONE, then: Work = _nothing, *, counted: bool = True) -> Ticket:
         """Store `source` (n), once `after` and all work issued to the device so far are over, then call `then`."""
@@ -120,8 +133,8 @@ class Whole:
         def work() -> None:
             after.wait_on_host()
             ready.wait_on_host()
-            for number, part in zip(self._numbers, self._parts, strict=True):
-                self._writes.copy_from(source[part])
+            for number, part in zip(self.numbers, self.parts, strict=True):
+                self._writes.copy_from(source[part], self.dtype)
                 self._writes.store(self._channel.store, number)
             then()
 
