@@ -10,11 +10,10 @@ import pytest
 from terrace.launch.start import LocalPool, World
 from terrace.plan.keep import CORES, Keep
 from terrace.plan.presets import preset
-from tests.support.kept import check_same_bits, traced_steps
+from tests.support.kept import OPTIMIZERS, check_same_bits, resumed, traced_steps
 from tests.support.nightly import in_turns, nightly
 from tests.support.parity import Case, check, exact
 from tests.support.toys import cluster_of
-from tests.system.test_kept_states import OPTIMIZERS, resumed
 
 CLUSTER = cluster_of(2, 2)
 ON_HOST = Keep(optimizer="disk", update="host", piece=128, ring=3)

@@ -19,20 +19,12 @@ from terrace.plan.keep import Keep
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.runtime.settings import OptimizerConfig
-from tests.support.checkpoints import contents, differing, make, train
-from tests.support.kept import check_same_bits, traced_steps
+from tests.support.checkpoints import make, train
+from tests.support.kept import OPTIMIZERS, check_same_bits, resumed, traced_steps
 from tests.support.nightly import in_turns, nightly
 from tests.support.parity import Case, check, exact
 from tests.support.toys import cluster_of
 
-OPTIMIZERS = {
-    "adamw": OptimizerConfig(lr=3e-3),
-    "lion": OptimizerConfig(name="lion", lr=3e-3),
-    "muon": OptimizerConfig(name="muon", lr=3e-3),
-    "galore": OptimizerConfig(name="galore", lr=3e-3, rank=3, check_every=2),
-    "lsp": OptimizerConfig(name="lsp", lr=3e-3, rank=3, density=2, check_every=2),
-}
 ON_DISK = Keep(optimizer="disk", piece=128, ring=3)  # several pieces in the flat buffers of a toy, and a partial one
 WHOLE = replace(ON_DISK, params="disk")
 ALONE = Keep(params="disk", piece=128)
@@ -137,29 +129,6 @@ def test_axes_equal_one_process(pool: LocalPool, mapping: dict[str, Any]) -> Non
     plans = [exact("zero1", CLUSTER, keep=keep, **mapping) for keep in (ON_DISK, WHOLE)]
     plans.append(exact("zero1", CLUSTER, keep=ALL, unit=2, **mapping))
     check(pool, CLUSTER, [Case(plan, model="llama tied", num_micros=2) for plan in plans])
-
-
-def resumed(world: World, folder: Path, stored: dict[str, Any], optimizer: OptimizerConfig) -> tuple[Any, ...]:
-    """Losses of steps 3 and 4 without a stop, and after a resume without and with states on a disk."""
-    engine = make(world, (2,), "zero1", "fp32", model="llama tied", optimizer=optimizer, stored=stored)
-    train(engine, 0, 2)
-    engine.drain()
-    save(engine, folder, 2, {}, 2)
-    found, names = [train(engine, 2, 4)], list[list[str]]()
-    engine.close()
-    (checkpoint,) = (folder / "checkpoints").glob("step-*")
-    for changes in ({}, {"keep": Keep()}):
-        again = make(
-            world, (2,), "zero1", "fp32", model="llama tied", optimizer=optimizer, stored=stored | changes, scale=9
-        )
-        resume(again, Checkpoint(checkpoint))
-        again.drain()
-        copy = folder / f"again{len(names)}"
-        save(again, copy, 2, {}, 2)
-        names.append(differing(contents(checkpoint), contents(next((copy / "checkpoints").glob("step-*")))))
-        found.append(train(again, 2, 4))
-        again.close()
-    return found, names
 
 
 @pytest.mark.parametrize(
