@@ -6,7 +6,7 @@ batches and learning rates, with several seeds:
 
     alone        by the labels
     taught       by the teacher beside every step
-    likeliest    by its 64 likeliest tokens, found before the first step
+    likeliest    by 64 of its tokens a position, most of them its likeliest, found before the first step
 
 Compared is the cross entropy of held-out text after the last step, which no run has as its loss, and of the last two
 the loss itself.
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.learning import Held, Job, Result, parser_of, tokens
@@ -59,14 +60,24 @@ def words_of(job: Job, teacher: Path, settings: Sequence[str]) -> list[str]:
     return common + (["--teacher.top_k", "64"] if job.variant == LIKELIEST else [])
 
 
-def run(job: Job, folder: Path, teacher: Path, settings: Sequence[str]) -> Found:
-    command = [sys.executable, "-m", "terrace", "train", "--folder", str(folder), "--resume", "auto"]
-    command += words_of(job, teacher, settings)
-    begin_s = time.monotonic()
+def terrace(*words: str) -> str:
+    """What a command prints. Raises `RuntimeError` if it fails."""
+    command = [sys.executable, "-m", "terrace", *words]
     done = subprocess.run(command, timeout=TIMEOUT_S, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return done.stdout
+
+
+def trained(folder: Path, words: Sequence[str]) -> list[dict[str, Any]]:
+    """The metrics of a run in `folder`, which is resumed if it is there."""
+    terrace("train", "--folder", str(folder), "--resume", "auto", *words)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def run(job: Job, folder: Path, teacher: Path, settings: Sequence[str]) -> Found:
+    begin_s = time.monotonic()
+    lines = trained(folder, words_of(job, teacher, settings))
     held_out = lines[-1]["eval"]["holdout"]["loss"]
     own = statistics.mean(line["loss"] for line in lines[-job.last :])
     return Found(job.variant, job.seed, job.setting, held_out, time.monotonic() - begin_s, own)

@@ -8,14 +8,15 @@ and a weight w, a token's loss and its gradient are
 
 The factor T^2 keeps the size of the second gradient when T changes. Neither model's logits are ever whole: a chunk of
 tokens has both, and its gradient is known at once, so all products run in the BACKWARD of the last block
-(terrace.runtime.head). Of the teacher a token brings its hidden state of H numbers, or its k most probable tokens.
+(terrace.runtime.head). Of the teacher a token brings its hidden state of H numbers, or k tokens that it kept.
 
-From the k most probable tokens with probabilities p_i, and r = 1 - sum p_i for all others, the second term is the
-divergence of k + 1 outcomes,
+Of k tokens that are kept, the first k - m are the most probable, the set A, and m = max(1, k / 4) are drawn from all
+others by their probabilities. With r = 1 - the sum of p over A, the second term is estimated by
 
-    sum_i p_i (log p_i - log q_i)  +  r (log r - log q_rest),      q_rest = sum of q over all other tokens
+    sum over A of p_i (log p_i - log q_i)  +  r / m  sum over draws j of (log p_j - log q_j)
 
-which is that of a teacher with p = r q / q_rest for these others. It is a lower bound of the whole divergence.
+and p in the gradient by p_i and r / m. Both have the whole sum as their mean over draws (Anshumann et al., 2503.16870).
+One outcome for all tokens that are not kept would instead be a lower bound, the lower the higher the temperature.
 
 Shape legend: N tokens, n tokens of a part, B rows, S tokens of a row, H hidden, V vocabulary, k tokens kept.
 """
@@ -39,12 +40,12 @@ from terrace.runtime.tensor.loss import vocabulary_losses
 from terrace.runtime.tensor.modules import VocabParallelHead
 
 HIDDEN = "teacher.hidden"  # column of a batch: the teacher's hidden states (B, S, H)
-IDS, LOG_PROBS = "teacher.ids", "teacher.log_probs"  # its k most probable tokens at the temperature, (B, S, k) each
+IDS, LOG_PROBS = "teacher.ids", "teacher.log_probs"  # k of its tokens, at the temperature: (B, S, k) each
 
 _OPERANDS = 6  # as large as the logits of a part, in fp32 at least, while its gradient is computed
 
-# (Tokens of a chunk (n), their student's log q (n, V)) -> teacher's log p (n, V), in the same dtype
-Targets = Callable[[Tensor, Tensor], Tensor]
+# (Tokens of a chunk (n), their student's log q (n, V)) -> the teacher's log p where p is not 0, and p, (n, V) each
+Targets = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(eq=False)
@@ -144,22 +145,30 @@ def distilled(blend: Blend) -> Distilled:
 def of_hidden(hidden: Tensor, matrix: OutputMatrix, temperature: float) -> Targets:
     """Targets from the teacher's hidden states (N, H) and its output matrix."""
 
-    def targets(tokens: Tensor, log_q: Tensor) -> Tensor:
+    def targets(tokens: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
         logits = cap_(hidden[tokens] @ matrix.weight.t(), matrix.cap).to(log_q.dtype)
-        return torch.log_softmax(logits.div_(temperature), -1)
+        log_p = torch.log_softmax(logits.div_(temperature), -1)
+        return log_p, log_p.exp()
 
     return targets
 
 
-def of_top_tokens(ids: Tensor, log_probs: Tensor) -> Targets:
-    """Targets from the teacher's k most probable tokens (N, k) and their log-probabilities at the temperature."""
+def num_drawn(k: int) -> int:
+    """How many of k kept tokens are drawn from those that are not the most probable; they come last."""
+    return max(1, k // 4)
 
-    def targets(tokens: Tensor, log_q: Tensor) -> Tensor:
-        at, log_p = ids[tokens].long(), log_probs[tokens].to(log_q.dtype)
-        rest = log_q.scatter(-1, at, -torch.inf)
+
+def of_top_tokens(ids: Tensor, log_probs: Tensor) -> Targets:
+    """Targets from k kept tokens (N, k) and their log-probabilities at the temperature."""
+    m = num_drawn(ids.shape[1])
+
+    def targets(tokens: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+        at, kept = ids[tokens].long(), log_probs[tokens].to(log_q.dtype)
+        weights = kept.exp()
         # Rounded probabilities may add up to more than 1.
-        missing = (-log_p.exp().sum(-1, keepdim=True)).add_(1.0).clamp_(min=torch.finfo(torch.float32).tiny)
-        return rest.sub_(rest.logsumexp(-1, keepdim=True)).add_(missing.log()).scatter_(-1, at, log_p)
+        weights[:, -m:] = (1.0 - weights[:, :-m].sum(-1, keepdim=True)).clamp_(min=0.0) / m
+        p = torch.zeros_like(log_q).scatter_add_(-1, at, weights)  # a token may be drawn twice
+        return torch.zeros_like(log_q).scatter_(-1, at, kept), p
 
     return targets
 
@@ -178,8 +187,8 @@ def gradient_(
     for rows in slices(len(logits), part_rows(len(logits), logits.shape[1], logits.device.type, _OPERANDS)):
         x = logits[rows].to(wide)
         log_q = torch.log_softmax(x / t, -1)
-        log_p = targets(tokens[rows], log_q)
-        p, q = log_p.exp(), log_q.exp()
+        log_p, p = targets(tokens[rows], log_q)
+        q = log_q.exp()
         # A token of probability 0 has the log-probability -inf, and 0 x inf would be NaN.
         found[1, rows] = log_p.clamp_(min=torch.finfo(wide).min).sub_(log_q).mul_(p).sum(-1)
         hard = torch.log_softmax(x, -1)

@@ -24,7 +24,7 @@ class TeacherConfig:
     plan: str = "zero3"  # name or file of the plan of its forward, on the ranks of the run
     weight: float = 0.9  # of its distributions, above 0 and at most 1; the labels have the rest
     temperature: float = 1.0  # by which both models' logits are divided, for its part of the loss; 0.001 to 1000
-    top_k: int = 0  # 0: it runs before each step; else its k most probable tokens are found once, before the first
+    top_k: int = 0  # 0: it runs before each step; else k of its tokens a position are found once, before the first
 
     def check(self) -> None:
         """Raises `ConfigError` for a value out of range."""

@@ -1,7 +1,9 @@
-"""The most probable tokens of a teacher, found once for every sample of a run and kept in its folder.
+"""Tokens of a teacher, found once for every sample of a run and kept in its folder: the most probable, and some others.
 
-The file `teacher.ids.npy` has the ids of the k most probable next tokens of every position, (samples, S, k), and
-`teacher.log_probs.npy` their log-probabilities at the temperature, in fp32. `teacher.json` says of which teacher and
+The file `teacher.ids.npy` has the ids of k next tokens of every position, (samples, S, k), and `teacher.log_probs.npy`
+their log-probabilities at the temperature, in fp32. The last ones are drawn from all that are not the most probable
+(terrace.runtime.distilled), at equal distances of their cumulated probability. Where the first draw lies depends on
+sample and position alone, so the same tokens are found on any ranks. `teacher.json` says of which teacher and
 data they are, and is written last. A run that is resumed reads them; files that do not fit are made anew.
 
 Rank 0 writes the rows of all ranks, pass by pass, and every rank maps the files: a run folder is on a file system that
@@ -30,6 +32,7 @@ from terrace.model.loss_chunks import chunk_rows, slices
 from terrace.plan.dims import has_routers
 from terrace.plan.handed_rows import Held
 from terrace.runtime.batch import Batch
+from terrace.runtime.distilled import num_drawn
 from terrace.runtime.head import cap_
 from terrace.runtime.hidden import OutputMatrix
 from terrace.train.config import RunConfig
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 IDS, LOG_PROBS, FACTS = "teacher.ids.npy", "teacher.log_probs.npy", "teacher.json"
 
 Array = npt.NDArray[Any]
+_GOLDEN = 2654435769  # 2^32 / golden ratio (Knuth, The Art of Computer Programming, volume 3, section 6.4)
 
 
 class TopTokens:
@@ -85,10 +89,12 @@ def top_tokens_of(
         if not keeps:
             raise TrainingError(f"{job.folder} has no tokens of the teacher: let the run make them first")
         each = 2 if _fits_16_bits(run) else 4
-        size = len(samples) * run.train.sequence * run.teacher.top_k * (each + 4)
+        k = run.teacher.top_k
+        size = len(samples) * run.train.sequence * k * (each + 4)
         note(
-            f"the teacher finds the {run.teacher.top_k} most probable tokens of {counted(len(samples), 'sequence')}, "
-            f"{quantity(size, 'B')} in the run folder"
+            f"the teacher finds its {k - num_drawn(k)} most probable tokens at each position of "
+            f"{counted(len(samples), 'sequence')}, and draws {num_drawn(k)} of the others: {quantity(size, 'B')} in "
+            "the run folder"
         )
         made = teacher()
         _Writer(run, batches, job.folder, made, idle).write(sources, samples, facts)
@@ -154,7 +160,7 @@ class _Writer:
         """Ids and log-probabilities of this rank's rows of a pass; nothing before the last stage."""
         teacher, run = self._teacher, self._run
         layout, size = teacher.program.layout, teacher.program.plan.micro_batch
-        micros = []
+        micros, offsets = [], []
         for micro in range(teacher.program.num_micros):
             begin = (micro * layout.data_degree + layout.data_rank(teacher.rank)) * size
             own = slice(begin, begin + size)
@@ -162,20 +168,39 @@ class _Writer:
             if has_routers(teacher.program.blocks):
                 batch = batch.with_places(first + begin)
             micros.append(batch.to(teacher.device))
+            offsets.append(first_draws(samples[own], run.train.sequence).to(teacher.device))
         hidden, matrix = teacher.hidden(micros)
-        found = [_most_probable(each, matrix, run.teacher.temperature, run.teacher.top_k) for each in hidden]
+        k, temperature = run.teacher.top_k, run.teacher.temperature
+        # Nothing is found before the last stage.
+        found = [kept_tokens(each, matrix, temperature, k, own) for each, own in zip(hidden, offsets, strict=False)]
         return [torch.cat(parts).cpu() for parts in zip(*found, strict=True)]
 
 
+def first_draws(samples: Ids, sequence: int) -> Tensor:
+    """Numbers from 0 to 1, (n, S) in fp64, by sample and position; multiples of the golden ratio are spread evenly."""
+    numbers = (samples[:, None] * sequence + np.arange(sequence)) % (1 << 30)
+    return torch.from_numpy((numbers * _GOLDEN % (1 << 32)) / float(1 << 32))
+
+
 @torch.no_grad()
-def _most_probable(hidden: Tensor, matrix: OutputMatrix, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """Ids, int32, and log-probabilities, fp32, of the k most probable tokens after hidden states (B, S, H)."""
-    flat, ids, log_probs = hidden.flatten(0, 1), [], []
+def kept_tokens(
+    hidden: Tensor, matrix: OutputMatrix, temperature: float, k: int, offsets: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Ids, int32, and log-probabilities, fp32, of k tokens after hidden states (B, S, H): (B, S, k) each.
+
+    `offsets` (B, S), from 0 to 1, say where the first draw of a position lies.
+    """
+    flat, begins, m, ids, log_probs = hidden.flatten(0, 1), offsets.flatten().unsqueeze(1), num_drawn(k), [], []
+    steps = torch.arange(m, dtype=begins.dtype, device=begins.device)
     for rows in slices(len(flat), chunk_rows(len(matrix.weight), flat.device.type)):
         logits = cap_(flat[rows] @ matrix.weight.t(), matrix.cap)
-        found = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1).topk(k)
-        ids.append(found.indices.int())
-        log_probs.append(found.values.float())
+        found = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, -1)
+        top = found.topk(k - m).indices
+        rest = found.exp().scatter_(-1, top, 0.0).cumsum(-1, dtype=torch.float64)
+        at = torch.searchsorted(rest, (steps + begins[rows]) / m * rest[:, -1:], right=True)
+        chosen = torch.cat([top, at.clamp_(max=found.shape[1] - 1)], -1)
+        ids.append(chosen.int())
+        log_probs.append(found.gather(-1, chosen).float())
     return tuple(torch.cat(each).view(*hidden.shape[:2], k) for each in (ids, log_probs))  # type: ignore[return-value]
 
 
@@ -185,6 +210,7 @@ def _facts(run: RunConfig, batches: Batches, sources: Ids, samples: Ids) -> dict
         "teacher": teacher.model,
         "version": version_of(teacher.model),
         "top_k": teacher.top_k,
+        "drawn": num_drawn(teacher.top_k),
         "temperature": teacher.temperature,
         "sequence": run.train.sequence,
         "data": [source.facts() for source in batches.sources],

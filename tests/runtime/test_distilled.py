@@ -12,9 +12,10 @@ from terrace.model import loss_chunks
 from terrace.model.config import parse_model
 from terrace.model.decoder import Head
 from terrace.runtime.batch import Batch
-from terrace.runtime.distilled import HIDDEN, IDS, LOG_PROBS, Blend, distilled
+from terrace.runtime.distilled import HIDDEN, IDS, LOG_PROBS, Blend, distilled, of_top_tokens
 from terrace.runtime.hidden import OutputMatrix, reading
 from terrace.runtime.objective import TokenObjective, cross_entropy
+from terrace.train.top_tokens import kept_tokens
 from tests.support.adopted import Adopted
 from tests.support.allocations import allocated, seeded
 
@@ -93,29 +94,53 @@ def test_any_chunk_gives_the_loss_of_whole_logits(
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
-def test_the_most_probable_tokens_stand_for_a_teacher_that_leaves_the_rest_to_the_student() -> None:
-    tokens, vocab, k = 12, 30, 5
+def test_kept_tokens_give_the_gradient_of_their_weighted_sum() -> None:
+    """The most probable tokens count by their probabilities, the drawn ones share what is left."""
+    tokens, vocab, k = 12, 30, 9
     head, blend = head_of(vocab), Blend(weight=0.8, temperature=2.0)
     x, labels, hidden, matrix = drawn(tokens, vocab, torch.float64)
-    log_p = torch.log_softmax(hidden.flatten(0, 1) @ matrix.t() / blend.temperature, -1)
-    kept = log_p.topk(k)
-    columns = {IDS: kept.indices.int().view(1, tokens, k), LOG_PROBS: kept.values.view(1, tokens, k)}
-    found = run_in_chunks(head, x, Batch(labels, labels, columns=columns), blend, OutputMatrix())
-    # All other tokens have the student's own proportions.
-    log_q = torch.log_softmax(head(x).detach().flatten(0, 1) / blend.temperature, -1)
-    others = log_q.scatter(-1, kept.indices, -torch.inf)
-    rest = (1 - kept.values.exp().sum(-1, keepdim=True)).log()
-    filled = (others - others.logsumexp(-1, keepdim=True) + rest).scatter(-1, kept.indices, kept.values)
-    for mine, theirs in zip(found, whole(head, x, labels, filled, blend), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
-    exact = run_in_chunks(
-        head,
-        x,
-        Batch(labels, labels, columns={HIDDEN: hidden}),
-        blend,
-        OutputMatrix(matrix, slice(0, vocab)),
+    given = OutputMatrix(matrix, slice(0, vocab))
+    ids, log_probs = kept_tokens(
+        hidden, given, blend.temperature, k, torch.rand(1, tokens, generator=seeded(9)).double()
     )
-    assert found[0] < exact[0], "a lower bound"
+    log_p = torch.log_softmax(hidden.flatten(0, 1) @ matrix.t() / blend.temperature, -1)
+    assert torch.equal(ids[0, :, :7].long(), log_p.topk(7).indices)
+    assert not bool((ids[0, :, 7:, None] == ids[0, :, None, :7]).any()), "drawn from the others"
+    log_probs = log_p.gather(-1, ids[0].long()).view_as(log_probs)
+    batch = Batch(labels, labels, columns={IDS: ids, LOG_PROBS: log_probs})
+    found = run_in_chunks(head, x, batch, blend, OutputMatrix())
+    x = x.detach().requires_grad_()
+    logits, loss = head(x).flatten(0, 1), torch.zeros(()).double()
+    for row, label in enumerate(labels.flatten().tolist()):
+        if label == -100:
+            continue
+        log_q = torch.log_softmax(logits[row] / blend.temperature, -1)
+        chances = [float(log_p[row, token].exp()) for token in ids[0, row, :7].tolist()]
+        chances += [(1 - sum(chances)) / 2] * 2
+        for token, chance in zip(ids[0, row].tolist(), chances, strict=True):
+            loss = loss + 0.8 * 2.0**2 * chance * (log_p[row, token] - log_q[token])
+        loss = loss - 0.2 * torch.log_softmax(logits[row], -1)[label]
+    wanted = [loss.detach(), *torch.autograd.grad(loss, (x, *head.parameters()))]
+    for mine, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("k", [1, 3, 12])
+def test_kept_tokens_have_the_whole_divergence_as_their_mean(k: int) -> None:
+    """Over all places of the first draw, for the loss and its gradient; at a high temperature, too."""
+    tokens, vocab, places, t = 6, 40, 4000, 3.0
+    _, _, hidden, matrix = drawn(tokens, vocab, torch.float64, ignored=0.0)
+    given = OutputMatrix(matrix, slice(0, vocab))
+    log_q = torch.log_softmax(torch.randn(tokens, vocab, generator=seeded(8)).double(), -1)
+    log_p = torch.log_softmax(hidden.flatten(0, 1) @ matrix.t() / t, -1)
+    offsets = ((torch.arange(places).double() + 0.5) / places).repeat_interleave(tokens).view(places, tokens)
+    ids, log_probs = kept_tokens(hidden.expand(places, -1, -1), given, t, k, offsets)
+    targets = of_top_tokens(ids.flatten(0, 1), log_probs.flatten(0, 1).double())
+    known, p = targets(torch.arange(places * tokens), log_q.repeat(places, 1))
+    assert p.sum(-1).sub(1).abs().max() < 1e-6
+    torch.testing.assert_close(p.view(places, tokens, vocab).mean(0), log_p.exp(), rtol=0, atol=2.0 / places)
+    divergences = (p * (known - log_q.repeat(places, 1))).sum(-1).view(places, tokens).mean(0)
+    torch.testing.assert_close(divergences, (log_p.exp() * (log_p - log_q)).sum(-1), rtol=1e-3, atol=1e-3)
 
 
 def peak_bytes(vocab: int, tokens: int) -> int:
