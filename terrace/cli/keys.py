@@ -216,7 +216,8 @@ def keys_of(section: str) -> list[Key]:
             default = field.default_factory()
         if default_run is not None:
             default = getattr(default_run, field.name)
-        is_absent = default == field.metadata.get("absent")  # `None`, or its substitute
+        # `None`, or its substitute; a switch is off.
+        is_absent = default == field.metadata.get("absent") and default is not False
         shown = "required" if default is dataclasses.MISSING else "none" if is_absent else json.dumps(default)
         if section == "plan" and field.name in NUMBERS:
             shown = "the fastest"  # that fits, predicted when a run starts
