@@ -3,7 +3,8 @@
 GB/s of input: bytes of a message's elements over the processor time of an encode, a decode (into the same dtype), and
 both. Target: both together at least 1 GB/s of bf16, for int8 and int4 in blocks of 128, and 0.2 GB/s for the largest
 of 32. Elements are normal random numbers. Processor time is used because other jobs disturb it less; each figure is the
-best of `--rounds`, as a slower one tells about the neighbours. `feedback` is an encode with its residual, `add` the sum
+best of `--rounds`, as a slower one tells about the neighbours. `packed` has 0.5 GB/s, 1 GB/s each way, and no
+feedback. `feedback` is an encode with its residual, `add` the sum
 of four messages into fp32, per message.
 """
 
@@ -19,10 +20,10 @@ from bench.claims import Claim, judge, measured, options_for_claims, print_table
 from terrace.comm import codecs
 from terrace.plan.wire import WireFormat, parse_format
 
-GOALS = {"int8": 1.0, "int4": 1.0, "topk": 0.2}  # of bf16, by format as written
+GOALS = {"int8": 1.0, "int4": 1.0, "topk": 0.2, "packed": 0.5}  # of bf16, by format as written
 _UNIT: dict[str, Any] = {"unit": "GB/s of elements", "at_least": True}
 HEADER = ("format", "elements", "encode", "decode", "both", "feedback", "add", "target")
-FORMATS = ["int8", "int4", "fp8", "int8:32", "int4:32", "topk", "topk:256"]
+FORMATS = ["int8", "int4", "fp8", "int8:32", "int4:32", "topk", "topk:256", "packed"]
 MESSAGES = 4  # summed by `add`
 
 
@@ -46,7 +47,8 @@ def measure(wire: WireFormat, dtype: torch.dtype, numel: int, rounds: int) -> tu
     one = messages[:1]
     encode_s = best_s(lambda: codecs.encode(values, wire, one), rounds)
     decode_s = best_s(lambda: codecs.decode(one, wire, decoded), rounds)
-    feedback_s = best_s(lambda: codecs.encode(values, wire, one, residual), rounds)
+    left = None if wire.packed else residual
+    feedback_s = best_s(lambda: codecs.encode(values, wire, one, left), rounds)
     add_s = best_s(lambda: codecs.decode_add(messages, wire, total), rounds) / MESSAGES
     size_bytes = numel * values.element_size()
     both = size_bytes / (encode_s + decode_s)

@@ -94,7 +94,8 @@ class Plan(Line):
     allow: list[str] = option(
         "CLASS=FORMAT",
         "let messages of a class travel in a format where that shortens the step: sync=int8, "
-        "outer.system=int4+feedback; or products be in 8 bits, products=fp8:row; or states be stored in one: "
+        "outer.system=int4+feedback; or, as packed, messages of parameters and activations lose their idle bits; or "
+        "products be in 8 bits, products=fp8:row; or states be stored in one: "
         "optimizer_states=int8, master=bf16; or states and inputs of layers are kept below: keep=disk; or "
         "tensor messages be cut: tensor_chunks=4, or fused with products: tensor_chunks=fused",
         [],

@@ -15,6 +15,8 @@ Block formats (terrace.comm.codecs) are sent as bytes, scales and codes of one p
     gather   encode piece(outer) once, forward the messages over all tiers of that format, decode at the end;
              the rank's own part is rounded too, so that all members hold the same values
     reduce   on each tier: encode the parts of the others, exchange, add the received parts to the exact own part
+    packed   as `gather`; a reduction adds up the parts of all ranks in their order, as that of a dtype does. If a part
+             does not fit, all members then send their plain values as well (terrace.comm.codecs.packed)
     whole    sparse messages of a sum that is gathered again, and any between two members: encode once, forward over
              all tiers, decode and sum all of them, the rank's own included, in one order on all ranks
 
@@ -32,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrace.comm import codecs
+from terrace.comm.codecs import packed
 from terrace.comm.exchange import all_gather, as_bytes
 from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
@@ -70,9 +73,9 @@ class Arena:
         return self._memory[start : start + size].view(dtype).view(*shape)
 
 
-# Codes travel, and are added to no sum, as bytes.
+# Codes travel, and are added to no sum, as bytes. A packed message carries bf16.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES |= {CODES.codec: torch.uint8}
+DTYPES |= {CODES.codec: torch.uint8, "packed": torch.bfloat16}
 
 _CACHED_NUMEL = 1 << 16
 
@@ -213,6 +216,11 @@ class Collectives:
         self._encode(message, hop, "rows", rows, coded, origin)
         return coded
 
+    def plain_rows(self, hop: Hop, rows: Tensor, coded: Tensor) -> Tensor | None:
+        """`rows` as bf16, to be sent after `coded` if that is packed and does not fit; None if nothing follows it."""
+        follows = hop.wire.packed and packed.too_wide(coded, hop.wire, hop.numel)
+        return rows.to(torch.bfloat16).contiguous() if follows else None
+
     def read_rows(self, hop: Hop, coded: Tensor, dtype: torch.dtype) -> Tensor:
         """Decode rows (n, bytes) from `code_rows` to (n, elements of the hop)."""
         if not hop.wire.block:
@@ -238,11 +246,11 @@ class Collectives:
         with self._sending(transfer, group, sent.nbytes):
             dist.all_to_all_single(received, sent, list(receives), list(sends), group=group.handle)
 
-    def _gathered(self, transfer: Transfer, hop: Hop, values: Tensor) -> Tensor:
+    def _gathered(self, transfer: Transfer, hop: Hop, values: Tensor, *, again: bool = False) -> Tensor:
         """Gather `values` (n) from the peers on a tier, unrounded: (peers, n)."""
         group = self._group(transfer, hop)
         everyone = values.new_empty(group.size, values.numel())
-        with self._sending(transfer, group, (group.size - 1) * values.nbytes):
+        with self._sending(transfer, group, (group.size - 1) * values.nbytes, again=again):
             all_gather(everyone.view(-1), values, group, torch.empty_like(everyone))
         return everyone
 
@@ -267,8 +275,15 @@ class Collectives:
 
     def _gather_codes(self, transfer: Transfer, run: list[Hop], piece: Piece, origin: Origin) -> None:
         first = run[0]
-        messages = self._gathered_codes(transfer, run, piece(first.tier), "gather", origin)
-        codecs.decode(messages, first.wire, piece(run[-1].tier - 1).view(-1, first.numel))
+        own, whole = piece(first.tier), piece(run[-1].tier - 1).view(-1, first.numel)
+        messages = self._gathered_codes(transfer, run, own, "gather", origin)
+        if first.wire.packed and packed.too_wide(messages, first.wire, first.numel):
+            # All members of the run are here, as each holds all messages.
+            for hop in run:
+                own = self._gathered(transfer, hop, own.to(torch.bfloat16).view(-1), again=True)
+            whole.copy_(own.view(-1, first.numel))
+        else:
+            codecs.decode(messages, first.wire, whole)
 
     def _gathered_codes(self, transfer: Transfer, run: list[Hop], values: Tensor, leg: str, origin: Origin) -> Tensor:
         # The messages of all members of the tiers of a run: (members, bytes), those of inner tiers outermost in order.
@@ -316,17 +331,37 @@ class Collectives:
         # Two calls, since the rows around the own one are not contiguous; each has a residual of its own.
         self._encode(transfer.message_class, hop, _leg("before", transfer), rows[:own], outgoing[:own], origin)
         self._encode(transfer.message_class, hop, _leg("after", transfer), rows[own + 1 :], outgoing[own:], origin)
+        if hop.wire.packed:
+            packed.mark_all(outgoing, hop.wire, hop.numel)  # each member has a part from this rank
         splits = [hop.part_bytes] * hop.degree
         splits[own] = 0
         with self._sending(transfer, group, outgoing.nbytes):
             dist.all_to_all_single(incoming.view(-1), outgoing.view(-1), splits, splits, group=group.handle)
+        if hop.wire.packed:
+            return self._sum_packed(transfer, hop, rows, outgoing, incoming)
         # The own part is added exactly, then the others' in rank order.
         result = arena.take([hop.numel], self._sums).copy_(rows[own])
         codecs.decode_add(incoming, hop.wire, result)
         return result
 
-    def _sending(self, transfer: Transfer, group: TierGroup, num_bytes: int) -> AbstractContextManager[None]:
-        self._ledger.add(transfer.message_class, group.tier, num_bytes)
+    def _sum_packed(self, transfer: Transfer, hop: Hop, rows: Tensor, outgoing: Tensor, incoming: Tensor) -> Tensor:
+        # The sum, in rank order, of what bf16 messages would have carried.
+        group, result = self._group(transfer, hop), self._arenas[transfer.lane].take([hop.numel], self._sums)
+        if any(packed.too_wide(each, hop.wire, hop.numel) for each in (outgoing, incoming)):
+            plain = rows.to(torch.bfloat16, copy=True)
+            received = torch.empty_like(plain)
+            with self._sending(transfer, group, (group.size - 1) * plain[0].nbytes, again=True):
+                dist.all_to_all_single(received, plain, group=group.handle)
+            _sum_rows(received, result)
+            return result
+        packed.decode_sum(incoming, rows[group.position].to(torch.bfloat16), group.position, hop.wire, result)
+        return result
+
+    def _sending(
+        self, transfer: Transfer, group: TierGroup, num_bytes: int, *, again: bool = False
+    ) -> AbstractContextManager[None]:
+        record = self._ledger.add_again if again else self._ledger.add
+        record(transfer.message_class, group.tier, num_bytes)
         return self._pacer(group.tier, num_bytes, group.size - 1)
 
     def _encode(self, message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
@@ -334,7 +369,7 @@ class Collectives:
             return
         residual = origin.residual(message, hop.tier, leg, *values.shape) if hop.wire.feedback else None
         codecs.encode(values, hop.wire, out, residual)
-        if message not in self.errors.messages:
+        if message not in self.errors.messages or hop.wire.packed:
             return
         key = (message, origin.name, hop.tier)
         # Only a sample is decoded again, since whole messages would double the cost.

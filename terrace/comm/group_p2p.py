@@ -37,15 +37,19 @@ class GroupP2P:
         self._ledger, self._pacer = ledger, pacer
         self._group = groups.pool
 
-    def exchange(self, message: MessageClass, sends: Messages, receives: Messages) -> None:
-        """Send values to other members, and fill the buffers of values received from them."""
+    def exchange(self, message: MessageClass, sends: Messages, receives: Messages, *, again: bool = False) -> None:
+        """Send values to other members, and fill the buffers of values received from them.
+
+        `again`: plain values after packed messages that do not fit, which both sides have read in those.
+        """
         if not sends and not receives:
             return
         by_tier: dict[str, list[int]] = defaultdict(list)
         for member, values in sends:
             by_tier[self._tiers[self._context.tier(self._member, member)]].append(values.nbytes)
+        record = self._ledger.add_again if again else self._ledger.add
         for tier, sizes in by_tier.items():
-            self._ledger.add(message, tier, sum(sizes))
+            record(message, tier, sum(sizes))
         begin_s = self._pacer.begin()
         ranks, group = self._context.members, self._group
         # All at once: one after the other, two ranks could each wait for the other's receive.

@@ -12,6 +12,7 @@ its ranks and the number of groups before it, so all ranks create the same group
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import product
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -64,12 +65,15 @@ class TierGroups:
         timeout: timedelta,
         meetings: Sequence[Meeting] = (),
         pool: Sequence[int] = (),
+        *,
+        again: bool = False,
     ) -> None:
         """Create the groups. Every rank of the world calls this at the same point.
 
         `transfers` are the plan's collectives on every route, equal on all ranks. In a pipeline, `meetings` lists for
         each round the rank of another stage that this one exchanges messages with, if any. `pool` are the ranks that
-        attend together with this one, itself included.
+        attend together with this one, itself included. With `again`, each meeting has groups for plain values after
+        packed messages.
         """
         self.backend = dist.get_backend() if dist.is_initialized() else "none"
         routes: dict[_Key, Layout] = {}
@@ -86,12 +90,13 @@ class TierGroups:
         # One group per pair of ranks and direction: on NCCL the messages of a group run one after the other, so a
         # receive posted early would delay later sends. A rank without a partner in a round creates a group of one, so
         # that all ranks create the same number.
-        self._pairs: dict[tuple[int, bool], dist.ProcessGroup] = {}
+        self._pairs: dict[tuple[int, bool, bool], dist.ProcessGroup] = {}
         for meeting, members in meetings:
-            for upward in (True, False):
-                # One group per direction: sends of both sides would otherwise share an order.
-                handle = _group((meeting, upward), members, timeout)
-                self._pairs |= {(peer, upward): handle for peer in members if peer != rank}
+            # One group per direction: sends of both sides would otherwise share an order, as would plain values with
+            # the packed messages whose receives are posted ahead.
+            for after, upward in product((False, True) if again else (False,), (True, False)):
+                handle = _group((meeting, upward, after), members, timeout)
+                self._pairs |= {(peer, upward, after): handle for peer in members if peer != rank}
         self._pool = _group("pool", tuple(pool), timeout) if pool else None
 
     @property
@@ -100,9 +105,9 @@ class TierGroups:
         assert self._pool is not None, "only where tokens are spread over ranks is there one"
         return self._pool
 
-    def between(self, peer: int, upward: bool) -> dist.ProcessGroup:
+    def between(self, peer: int, upward: bool, *, again: bool = False) -> dist.ProcessGroup:
         """Group of messages between this rank and `peer`, in the direction of the higher stage if `upward`."""
-        return self._pairs[peer, upward]
+        return self._pairs[peer, upward, again]
 
     def of(self, lane: int, ranks: Layout, tier: int) -> TierGroup:
         """Peers on a tier among the ranks of a layout, for messages of a lane."""

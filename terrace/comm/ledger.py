@@ -12,11 +12,22 @@ class Ledger:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sent: dict[tuple[MessageClass, str], int] = defaultdict(int)
+        self._again: dict[tuple[MessageClass, str], int] = defaultdict(int)
 
     def add(self, message: MessageClass, tier: str, num_bytes: int) -> None:
         """Record `num_bytes` sent into the links of `tier`."""
         with self._lock:
             self._sent[message, tier] += num_bytes
+
+    def add_again(self, message: MessageClass, tier: str, num_bytes: int) -> None:
+        """Record plain values that follow a packed message which did not fit. No program can declare them."""
+        self.add(message, tier, num_bytes)
+        with self._lock:
+            self._again[message, tier] += num_bytes
+
+    def again(self) -> dict[tuple[MessageClass, str], int]:
+        """The part of the total that no program declares."""
+        return dict(self._again)
 
     def total(self) -> dict[tuple[MessageClass, str], int]:
         return dict(self._sent)

@@ -161,8 +161,8 @@ def axes_of(message: MessageClass) -> tuple[str, ...]:
     return PIPELINE if message in BETWEEN_STAGES else TENSOR
 
 
-def lossy_messages(layout: "Layout", plan: Plan) -> tuple[MessageClass, ...]:
-    """Message classes that cross some tier in a block format, whose rounding error is measured.
+def coded_messages(layout: "Layout", plan: Plan, *, lossy: bool = False) -> tuple[MessageClass, ...]:
+    """Message classes that cross some tier in a block format; with `lossy`, in one that rounds.
 
     `layout` joins all ranks that together hold a block.
     """
@@ -173,9 +173,15 @@ def lossy_messages(layout: "Layout", plan: Plan) -> tuple[MessageClass, ...]:
             continue
         # `layout` does not join the ranks of classes inside blocks or between stages.
         tiers = (tier for tier in crossed_tiers(layout, message) if message not in ROUTES or layout.degrees[tier] > 1)
-        if any(plan.wire_format(message, layout.tiers[tier]).block for tier in tiers):
+        wires = (plan.wire_format(message, layout.tiers[tier]) for tier in tiers)
+        if any(wire.block and not (lossy and wire.packed) for wire in wires):
             found.append(message)
     return tuple(found)
+
+
+def lossy_messages(layout: "Layout", plan: Plan) -> tuple[MessageClass, ...]:
+    """Message classes that cross some tier in a block format that rounds, whose error is measured."""
+    return coded_messages(layout, plan, lossy=True)
 
 
 def control_numbers(layout: "Layout", plan: Plan, blocks: Sequence[BlockSpec]) -> int:

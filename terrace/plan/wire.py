@@ -7,6 +7,7 @@ take. A plan's table `wire.<class>.<tier> = "<format>"` combines them. A format 
     fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale; plain fp8 can
                                              also mean the codes of 8-bit matmuls (terrace.plan.products)
     topk [:N] [+feedback]                    the largest 1/N of the elements of every block of 4096, in 4 bits
+    packed [:BLOCK]                          bf16 in 12.25 bits, of which every bit comes back
 
 A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of all
 elements, then zeros up to a multiple of 16 bytes:
@@ -20,6 +21,12 @@ A sparse message holds, for n elements of which k are kept, a bf16 scale per blo
                                                                                ceil(m / N) of a last one of m elements
 
 So a kept element costs 8 bits for its index plus its share of the counts; at N = 32 an element costs 0.41 bits overall.
+
+A packed message holds, for n elements in blocks of B (128), a byte of exponent and a count per block, 4 bits of
+exponent, 7 of mantissa and a sign per element, and room for the exponents of one element in 64 that lie far below the
+largest of their block (terrace.comm.codecs.packed):
+
+    bytes(n) = round16( 2 ceil(n / B) + ceil(12 n / 8) + ceil(n / 64) )
 
 The last block may be short, so any n works, including 0, 1 and primes. `+feedback` keeps the rounding error of a
 gradient and adds it to the next one of the same message (error feedback, arXiv 1901.09847).
@@ -74,6 +81,12 @@ GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 BETWEEN_STAGES = (MessageClass.PIPELINE, MessageClass.PIPELINE_BACKWARD)
 FED_BACK = (*GRADIENTS, MessageClass.OUTER, MessageClass.PIPELINE_BACKWARD)  # classes that support error feedback
 CHANGES = (*GRADIENTS, MessageClass.OUTER)  # of parameters
+# Classes of parameters and activations that are sent as they are, one message to each peer: what arrives may say that
+# plain values follow.
+PACKABLE = (
+    *(MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH),
+    *(MessageClass.TENSOR, MessageClass.CONTEXT, *BETWEEN_STAGES),
+)
 # Classes of parameters and gradients, which are sent in `plan.messages` if that is set.
 OF_PARAMETERS = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH)
 OF_STATES = (*OF_PARAMETERS, *CHANGES)
@@ -118,6 +131,8 @@ SECTION = 256  # elements: an index into a section and its number of kept elemen
 _KEPT_OF = tuple(1 << power for power in range(5, 11))
 MESSAGE_ALIGNMENT = 16  # bytes: rows of messages stay aligned for vector loads
 _BLOCKS = range(16, 4096 + 1)
+_PACKED_BLOCKS = tuple(1 << power for power in range(4, 8))  # a block's number of listed exponents fits a byte
+LISTED_OF = 64  # elements of a packed message with room for one exponent outside the window of its block: 0.125 bits
 
 
 @dataclass(frozen=True)
@@ -126,7 +141,7 @@ class WireFormat:
 
     `codec` is a dtype or a block codec, `bits` the size of an element without its scale, `block` the number of elements
     that share a scale (0 for a dtype). `mantissa_bits` orders formats by precision. A sparse format keeps one of
-    `kept_of` elements (0: all).
+    `kept_of` elements (0: all). A `packed` format returns every bit of its elements.
     """
 
     name: str  # as the plan writes it
@@ -136,6 +151,7 @@ class WireFormat:
     block: int = 0
     feedback: bool = False
     kept_of: int = 0
+    packed: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -152,7 +168,7 @@ class WireFormat:
             kept = self.num_kept(numel)
             used += -(-numel // SECTION) + kept + -(-kept * self.bits // 8)
         else:
-            used += -(-numel * self.bits // 8)
+            used += -(-numel * self.bits // 8) + (-(-numel // LISTED_OF) if self.packed else 0)
         return -(-used // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
 
     def num_kept(self, numel: int) -> int:
@@ -172,6 +188,7 @@ FORMATS = {
         WireFormat("int8", "int8", 8, 6, block=128),
         WireFormat("int4", "int4", 4, 2, block=128),
         WireFormat("topk", "topk", 4, 2, block=SPARSE_BLOCK, kept_of=32),
+        WireFormat("packed", "packed", 12, 7, block=128, packed=True),
     )
 }
 # For matrices held as 8-bit codes (terrace.plan.products), which are sent unchanged.
@@ -193,6 +210,11 @@ def parse_format(text: str) -> WireFormat:
     # Dtypes have neither blocks nor feedback.
     if not wire.block and (colon or wire.feedback):
         raise PlanError(f"wire format {text!r}: a dtype has neither blocks nor feedback; write {codec!r}")
+    if wire.packed and (wire.feedback or (colon and block not in map(str, _PACKED_BLOCKS))):
+        raise PlanError(
+            f"wire format {text!r}: packed is lossless, so it has no feedback, and its blocks are a power of two from "
+            f"{_PACKED_BLOCKS[0]} to {_PACKED_BLOCKS[-1]}; write 'packed', or 'packed:32' for heads of 32 elements"
+        )
     if not colon:
         return wire
     if wire.kept_of:

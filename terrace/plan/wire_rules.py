@@ -15,6 +15,7 @@ from terrace.plan.wire import (
     FED_BACK,
     FORMATS,
     OF_PARAMETERS,
+    PACKABLE,
     PLACEABLE,
     ROUTED_ROWS,
     ROUTES,
@@ -86,6 +87,12 @@ def check_format(plan: Plan, message: MessageClass, tier: str, name: str) -> Non
             f"wire.{message.value}.{tier} = {name!r}: a sparse format is for gradients and for changes of islands, and "
             f"{message.value} carries {carried}, of which all but one of {wire.kept_of} would become zero; write "
             "'int4' or a wider one"
+        )
+    if wire.packed and message not in PACKABLE:
+        carries = "rows that are sent batch by batch" if message in ROUTED_ROWS else "sums or changes, in fp32 or wider"
+        raise PlanError(
+            f"wire.{message.value}.{tier} = {name!r}: a packed format is for parameters and activations, and "
+            f"{message.value} carries {carries}; write 'bf16', or 'int8' to round"
         )
     if wire.feedback and message not in FED_BACK:
         carried = "parameters" if message in ROUTES else "activations"

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 from terrace.base.errors import PlanError, did_you_mean
@@ -49,7 +50,7 @@ Allowed = Mapping[Place, Choice]
 
 
 def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed:
-    """Parse `CLASS=FORMAT` and `CLASS.TIER=FORMAT`.
+    """Parse `CLASS=FORMAT` and `CLASS.TIER=FORMAT`, and `packed`, which stands for every class that can be packed.
 
     `task` is of the whole cluster; with `islands`, the outermost tier's members are islands. Raises `PlanError` for a
     format without any effect.
@@ -63,7 +64,8 @@ def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed
         master=task.master,
     )
     asked: dict[Place, list[WireFormat]] = {}
-    for text in texts:
+    spelled = (of_every_class(text, task, islands=islands) if _is_packed(text) else [text] for text in texts)
+    for text in chain.from_iterable(spelled):
         message, tiers, name = _parsed(text, task.cluster, islands)
         default = plan.wire_format(message, tiers[0])
         for tier in tiers:
@@ -83,8 +85,13 @@ def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed
     return {place: _choice(task, plan, MessageClass(place[0]), place[1], each) for place, each in asked.items()}
 
 
+def _is_packed(text: str) -> bool:
+    # Without a class: it rounds nothing, so nobody needs to choose.
+    return text.strip().partition(":")[0] == "packed"
+
+
 def of_every_class(text: str, task: Task, *, islands: bool) -> list[str]:
-    """Expand a format of `--allow-rounding` into texts for `parse_allowed`, one per message class that it can shorten.
+    """Expand a format of `--allow-rounding`, or `packed`, into texts for `parse_allowed`, one per class it can shorten.
 
     Raises `PlanError` for a format that does not exist, and for one that shortens no message.
     """

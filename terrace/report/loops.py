@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrace.base.words import counted, seconds
 from terrace.plan.plan import FUSED, Plan
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import MessageClass, parse_format
 from terrace.planner.formats import Allowed, Choice
 from terrace.planner.loops import NEAR, Loop
 from terrace.planner.narrow_states import Way
@@ -70,18 +70,20 @@ def chunks_words(found: "ChunksFound", step_s: float) -> str:
 
 def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -> str:
     """Which allowed wire formats the plan uses, and why not the others; `plain_s` is the best step without any."""
-    used, unused = dict[str, list[str]](), dict[str, dict[str, list[str]]]()
+    used, unused, rounds = dict[str, list[str]](), dict[str, dict[str, list[str]]](), False
     for (message, tier), choice in allowed.items():
         name = plan.wire.get(message, {}).get(tier)
         if name is not None:
             used.setdefault(message, []).append(f"{tier}: {name}")
+            rounds = rounds or not parse_format(name).packed
         for each, why in _left_out(message, choice, name or choice.default):
             unused.setdefault(message, {}).setdefault(f"{each}: {why}", []).append(tier)
     lines = []
     if used:
         gain = "" if plain_s <= step_s else f"; step {seconds(step_s)}, {_plain_words(plain_s)}"
         lines.append(f"allowed and used: {_by_class(used)}{gain}")
-        lines += ["rounded messages change what is learned", formats_learned()]
+        if rounds:
+            lines += ["rounded messages change what is learned", formats_learned()]
     if unused:
         lines.append(f"allowed and not used: {_reasons(unused)}")
     return "\n".join(lines)

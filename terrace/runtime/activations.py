@@ -13,6 +13,7 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.comm.collectives import DTYPES
 from terrace.comm.rounding import Origin
+from terrace.comm.stage_p2p import Arrival
 from terrace.program.instruction import Instruction
 from terrace.program.program import Program
 from terrace.runtime.in_block import EdgeComm
@@ -47,8 +48,9 @@ class Activations:
         self._program, self._stages, self._collectives = program, comm.stages, comm.collectives
         self._origins, self._edges, self._device = origins, edges, comm.device
         self._made: dict[Key, Tensor] = {}
-        self._arriving: dict[Key, tuple[Pending, Tensor]] = {}
-        self._leaving: deque[tuple[Pending, Tensor]] = deque()  # with the values that must stay until they have left
+        self._arriving: dict[Key, tuple[Pending, Arrival]] = {}
+        # With the values that must stay until they have left.
+        self._leaving: deque[tuple[Pending, tuple[Tensor | None, ...]]] = deque()
 
     def put(self, key: Key, values: Tensor) -> None:
         """Store the output of a block."""
@@ -63,9 +65,13 @@ class Activations:
         # Made on this stage.
         if key not in self._arriving:
             return self._made.pop(key)
-        pending, message = self._arriving.pop(key)
+        pending, arrival = self._arriving.pop(key)
         edge, hop = self._program.model.edge, self._program.edge_hop(pending.instruction)
-        values = self._collectives.read_rows(hop, message, DTYPES[self._program.plan.compute])[0]
+        dtype = DTYPES[self._program.plan.compute]
+        if arrival.plain is None:
+            values = self._collectives.read_rows(hop, arrival.message, dtype)[0]
+        else:
+            values = arrival.plain[0].to(dtype)
         if edge.gathers is not None:
             (cut,) = self._edges
             # Each row received one part; padding for equal parts is cut off again.
@@ -75,9 +81,10 @@ class Activations:
     def receive(self, now: Instruction, counter: int) -> None:
         """Post the receive of a RECV."""
         # Allocated when the receive is posted, one task ahead of its use.
-        values = torch.empty(1, self._program.edge_hop(now).part_bytes, dtype=torch.uint8, device=self._device)
-        pending = Pending(self._stages.receive(values, now.peer), counter, now)
-        self._arriving[now.backward, now.block, now.micro] = pending, values
+        hop = self._program.edge_hop(now)
+        message = torch.empty(1, hop.part_bytes, dtype=torch.uint8, device=self._device)
+        arrival = self._stages.receive_rows(message, hop, now.peer)
+        self._arriving[now.backward, now.block, now.micro] = Pending(arrival, counter, now), arrival
 
     def send(self, now: Instruction, counter: int) -> None:
         """Start the message of a SEND, and drop the buffers of sends that have completed."""
@@ -96,7 +103,9 @@ class Activations:
         message_class = self._program.message(now).message_class
         hop, origin = self._program.edge_hop(now), self._origins[now.block]
         sent = self._collectives.code_rows(message_class, hop, values[None], origin)
-        self._leaving.append((Pending(self._stages.send(message_class, sent, now.peer), counter, now), sent))
+        plain = self._collectives.plain_rows(hop, values[None], sent)
+        ticket = self._stages.send(message_class, sent, now.peer, plain)
+        self._leaving.append((Pending(ticket, counter, now), (sent, plain)))
         # Done sends are dropped on the way, so that few activations outlive their use.
         while self._leaving and self._leaving[0][0].ticket.is_done:
             self._leaving.popleft()[0].ticket.wait()  # raises the error of a failed send

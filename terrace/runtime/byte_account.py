@@ -55,12 +55,14 @@ class ByteAccount:
         self._outside.update(sent)
 
     def declared(self) -> Counter[Key]:
-        """Bytes that the programs executed so far declare, and those of steps that were given up."""
+        """Bytes that the programs executed so far declare, and what no program can: plain values after packed
+        messages that did not fit, and steps that were given up.
+        """
         # Zero of each key of the program if its first step was given up.
         expected = {**dict.fromkeys(self._program.sent_bytes, 0), **self._executed}
         for axis in self._axes:  # bytes that depend on the micro-batches, which axes have counted
             expected = {**axis.declared, **expected}
-        return Counter(expected) + self._given_up
+        return Counter(expected) + Counter(self._ledger.again()) + self._given_up
 
     def check(self, rank: int) -> None:
         """Raise `ProgramError` if the bytes sent differ from those declared. Nothing may be in flight."""

@@ -19,6 +19,7 @@ from terrace.comm.stage_p2p import StageP2P
 from terrace.plan.context import ContextGroup, is_context_parallel
 from terrace.plan.edges import rounds_of
 from terrace.plan.layout import INSIDE, Layout, island_ranks
+from terrace.plan.wire import BETWEEN_STAGES
 from terrace.program.instruction import Instruction, Op
 from terrace.program.program import Program
 from terrace.program.transfers import transfers_of
@@ -141,6 +142,11 @@ class Comm:
             timeout,
             list(_meetings(program, rank)),
             () if self.context_group is None else self.context_group.members,
+            again=any(
+                program.plan.wire_format(message, tier).packed
+                for message in BETWEEN_STAGES
+                for tier in program.layout.tiers
+            ),
         )
 
 

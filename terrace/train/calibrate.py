@@ -36,7 +36,7 @@ from terrace.model.init import initialise
 from terrace.model.liger import serve
 from terrace.plan.context import is_context_parallel, local_tokens
 from terrace.plan.keep import CORES, HOST
-from terrace.plan.routes import lossy_messages
+from terrace.plan.routes import coded_messages
 from terrace.plan.wire import MessageClass
 from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.clock import wait_for
@@ -209,7 +209,7 @@ def _codec_bytes_per_s(engine: Engine) -> float:
     cluster, plan = engine.program.cluster, engine.program.plan
     wires = {
         wire
-        for message in lossy_messages(engine.program.layout, plan)
+        for message in coded_messages(engine.program.layout, plan)
         for tier in cluster.tiers
         if (wire := plan.wire_format(message, tier.name)).block
     }

@@ -242,6 +242,9 @@ def message_bytes(name: str, numel: int) -> int:
         kept = blocks * 4096 // int(block or 32) + math.ceil(rest / int(block or 32))
         used = 2 * math.ceil(numel / 4096) + math.ceil(numel / 256) + kept + math.ceil(kept / 2)
         return math.ceil(used / 16) * 16
+    if codec == "packed":  # two bytes for a block, 12 bits an element, a byte for 64
+        used = 2 * math.ceil(numel / int(block or 128)) + math.ceil(12 * numel / 8) + math.ceil(numel / 64)
+        return math.ceil(used / 16) * 16
     num_scales = math.ceil(numel / int(block or 128))
     codes = math.ceil(numel / 2) if codec == "int4" else numel
     return math.ceil((2 * num_scales + codes) / 16) * 16
@@ -274,7 +277,7 @@ def count_lossy(case: Setting) -> int:
         "sync": range(grads + 1, last + 1),
         "refresh": range(params + 1, optimizer + 1),
     }
-    dtypes = ("fp64", "fp32", "bf16")
+    dtypes = ("fp64", "fp32", "bf16", "packed", "packed:32")  # of those that round, the error is measured
     return sum(
         any(case.cluster.tiers[tier].size > 1 and format_of(case, message, tier) not in dtypes for tier in route)
         for message, route in routes.items()

@@ -6,12 +6,13 @@ from itertools import product
 import pytest
 
 from terrace.base.errors import PlanError
-from terrace.plan.wire import PLACEABLE, parse_format
+from terrace.plan.wire import PACKABLE, PLACEABLE, MessageClass, parse_format
 from terrace.planner.formats import find_allowed, of_every_class, parse_allowed, shortens
 from terrace.planner.pins import Pins
 from terrace.planner.ranking import TIE
 from terrace.planner.search import find
 from terrace.planner.space import Space
+from terrace.report.loops import formats_words
 from tests.support.planner_cases import CLUSTERS, evaluator_of, slow, task_on
 
 
@@ -141,3 +142,21 @@ def test_rounding_that_cannot_be_is_refused(cluster: str, text: str, said: str) 
         of_every_class(text, task_on(where), islands=False)
     assert str(error.value).startswith(said)
     assert "\n" not in str(error.value)
+
+
+def test_packed_is_allowed_for_parameters_and_activations_and_shortens_a_step() -> None:
+    task = task_on(slow(1e9))
+    allowed = parse_allowed(["packed"], task, islands=False)
+    assert {MessageClass(message) for message, _ in allowed} == set(PACKABLE)
+    choice = allowed["gather", "system"]
+    assert choice.formats == ("bf16", "packed")
+    # Inside a node of NVLink coding would take longer than it saves.
+    assert allowed["gather", "node"].useless == ("packed",)
+    space = Space(task=task, axes=("data",), pins=Pins({"params": (1, 9)}))
+    searched = find_allowed(space, allowed, 2, 400)
+    best = searched.found.best[0]
+    assert searched.space.task.wire["gather"] == {"system": "packed"}
+    assert (1 - 0.25) * searched.plain_s < best.step_s < (1 - TIE) * searched.plain_s
+    said = formats_words(allowed, searched.evaluator.plan(best.candidate), best.step_s, searched.plain_s)
+    assert "allowed and used: gather (system: packed)" in said
+    assert "rounded" not in said

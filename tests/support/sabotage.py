@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from terrace.comm import codecs
+from terrace.comm.codecs import packed
 from terrace.comm.collectives import Collectives
 from terrace.comm.rounding import Origin
 from terrace.plan.hops import Hop
@@ -268,6 +269,33 @@ def rows_rounded_twice(engine: Engine) -> None:
     engine.comm.collectives.read_rows = rounded  # type: ignore[method-assign]
 
 
+def never_fits(engine: Engine) -> None:
+    """Mark every packed message as one that does not fit, so that its plain values must follow."""
+    collectives = engine.comm.collectives
+    inner = collectives._encode
+
+    def marked(message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
+        inner(message, hop, leg, values, out, origin)
+        if hop.wire.packed and len(out):
+            packed.mark(out[-1:], hop.wire, hop.numel)
+            out[:, -1] ^= 0x55  # what a reader of it would decode
+
+    collectives._encode = marked  # type: ignore[method-assign]
+
+
+def flipped_bit(engine: Engine) -> None:
+    """Flip the lowest bit of a mantissa in every packed message."""
+    collectives = engine.comm.collectives
+    inner = collectives._encode
+
+    def flipped(message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
+        inner(message, hop, leg, values, out, origin)
+        if hop.wire.packed and len(out):
+            out[0, 2 * -(-hop.numel // hop.wire.block) - (-hop.numel // 2)] ^= 1
+
+    collectives._encode = flipped  # type: ignore[method-assign]
+
+
 SABOTAGES: dict[str, Callable[[Engine], None]] = {
     function.__name__: function
     for function in (
@@ -291,5 +319,7 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         rounded_on_a_plain_tier,
         lost_residual,
         rows_rounded_twice,
+        never_fits,
+        flipped_bit,
     )
 }

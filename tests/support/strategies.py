@@ -10,7 +10,7 @@ from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
-from terrace.plan.wire import FORMATS, GRADIENTS, PLACEABLE, MessageClass
+from terrace.plan.wire import FORMATS, GRADIENTS, PACKABLE, PLACEABLE, MessageClass
 from tests.support.toys import cluster_of
 
 
@@ -48,8 +48,9 @@ def wire_tables(draw: st.DrawFn, layout: Layout, compute: str, master: str) -> d
         widest = FORMATS[compute if parameters else master].mantissa_bits
         # fp16 is refused where it is not computed with (terrace.plan.validate).
         fits = {name: wire for name, wire in FORMATS.items() if wire.mantissa_bits <= widest and name != "fp16"}
-        names = [name for name, wire in fits.items() if not wire.kept_of]
+        names = [name for name, wire in fits.items() if not wire.kept_of and (message in PACKABLE or not wire.packed)]
         names += ["int4:16", "int8:16", "fp8:32"]
+        names += ["packed:32"] if message in PACKABLE else []
         names += [] if parameters else ["int4:16+feedback", "int8+feedback"]
         names += ["topk:64", "topk:32+feedback"] if message in GRADIENTS else []
         tiers = [layout.tiers[index] for index in layout.route(message)]

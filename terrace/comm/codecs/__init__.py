@@ -36,6 +36,9 @@ Sparse messages (`topk`) are described in `sparse.py`, their definition, which a
 `sparse_cpu.py` encodes them. Feedback and non-finite elements are as above, but only the kept elements of a block
 with inf or nan decode to NaN.
 
+Packed messages (`packed`) return the bits of bf16 and are described in `packed.py`; a message may say that it does not
+fit (`packed.too_wide`), and whoever sends it then sends the plain values as well.
+
 `reference.py` is the definition of the others and `cpu.py` their CPU implementation. On CUDA `cuda.py` launches the
 kernels of `kernels.py` if Triton is installed, else the reference runs. Only definitions allocate in proportion to a
 message, and sparse encoding and decoding in proportion to the elements that are kept.
@@ -49,7 +52,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from terrace.comm.codecs import cpu, reference, sparse, sparse_cpu
+from terrace.comm.codecs import cpu, packed, reference, sparse, sparse_cpu
 from terrace.plan.wire import WireFormat
 
 __all__ = ["MAX_SAMPLE", "backend", "decode", "decode_add", "encode", "error_sums"]
@@ -120,6 +123,8 @@ def backend(device: torch.device) -> str:
 
 
 def _implementation(device: torch.device, wire: WireFormat) -> ModuleType:
+    if wire.packed:
+        return packed
     if wire.kept_of:
         return sparse_cpu if device.type == "cpu" else sparse
     if device.type == "cpu":

@@ -51,7 +51,7 @@ def forward_values(engine: "Engine", block: int, flat: "FlatParam") -> Tensor:
     values = flat.shard
     for run in encodings(transfer.gathering):
         wire = run[0].wire
-        if wire.block:
+        if wire.block and not wire.packed:
             coded = torch.empty(1, wire.message_bytes(values.numel()), dtype=torch.uint8, device=values.device)
             codecs.encode(values.view(1, -1), wire, coded)
             values = torch.empty_like(values)

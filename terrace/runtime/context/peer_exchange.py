@@ -126,6 +126,7 @@ class PendingRecv:
         self._comm, self._peer_exchange = comm, exchange
         self._flight: InFlight | None = None
         self._messages: list[tuple[int, Tensor]] = []
+        self._plain: dict[int, Tensor] = {}  # by member, bf16: values after packed messages that do not fit
         # Only rows that stay are kept on, and no longer than until they are taken.
         self._own = [] if exchange.own is None else [exchange.own[0].of(x) for x in give(comm.member)]
         self._heads, self._size, self._like = heads, like.shape[3], like.new_empty(0)
@@ -139,14 +140,22 @@ class PendingRecv:
         self._flight = comm.in_block.submit(self._exchange, message)
 
     def _exchange(self) -> None:
-        sends = []
+        sends, plain = [], []
         for member, rows, given in self._given:
-            values, coding = _packed(rows, given), self._comm.coding(member)
+            values, coding = _side_by_side(rows, given), self._comm.coding(member)
             if coding is not None:
-                coder, tier = coding
-                values = coder.code(tier, values, rows.num, [x.shape[1] * self._size for x in given])
+                (coder, tier), numels = coding, [x.shape[1] * self._size for x in given]
+                coded = coder.code(tier, values, rows.num, numels)
+                if coder.too_wide(tier, coded, rows.num, numels):
+                    plain.append((member, values.to(torch.bfloat16)))
+                values = coded
             sends.append((member, values))
         self._comm.among.exchange(MessageClass.CONTEXT, sends, self._messages)
+        for (member, message), (_, rows) in zip(self._messages, self._peer_exchange.receives, strict=True):
+            coding = self._comm.coding(member)
+            if coding is not None and coding[0].too_wide(coding[1], message, rows.num, self._numels):
+                self._plain[member] = self._like.new_empty(rows.num * sum(self._numels), dtype=torch.bfloat16)
+        self._comm.among.exchange(MessageClass.CONTEXT, plain, list(self._plain.items()), again=True)
 
     @property
     def _numels(self) -> list[int]:
@@ -163,6 +172,8 @@ class PendingRecv:
     def _values(self, member: int, message: Tensor, num: int) -> Sequence[Tensor]:
         """A received message, split by tensor."""
         coding = self._comm.coding(member)
+        if member in self._plain:
+            coding, message = None, self._plain[member].to(self._like.dtype)
         if coding is None:
             return torch.split(message, [num * numel for numel in self._numels])
         coder, tier = coding
@@ -197,7 +208,7 @@ class PendingRecv:
             yield self._comm.member, self._peer_exchange.own[1], own
 
 
-def _packed(rows: Rows, given: Sequence[Tensor]) -> Tensor:
+def _side_by_side(rows: Rows, given: Sequence[Tensor]) -> Tensor:
     parts = [rows.of(x).transpose(1, 2) for x in given] if rows.is_run else []
     if parts and all(part.is_contiguous() for part in parts):
         begins = [part.data_ptr() for part in parts]

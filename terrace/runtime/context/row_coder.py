@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from terrace.comm.codecs import packed
 from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.comm.rounding import Origin
@@ -44,6 +45,17 @@ class RowCoder:
             for part, numel in zip(parts, numels, strict=True)
         ]
         return torch.cat(coded)
+
+    def too_wide(self, tier: int, message: Tensor, num: int, numels: Sequence[int]) -> bool:
+        """Whether a packed row does not fit, so that the plain values of the whole message follow."""
+        hops = [self._hop(tier, numel) for numel in numels]
+        if not self._wires[tier].packed:
+            return False
+        parts = torch.split(message, [num * hop.part_bytes for hop in hops])
+        return any(
+            packed.too_wide(part.view(num, hop.part_bytes), hop.wire, hop.numel)
+            for hop, part in zip(hops, parts, strict=True)
+        )
 
     def read(self, tier: int, message: Tensor, num: int, numels: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """Decode the rows (num, numel) of each tensor."""
