@@ -1,6 +1,7 @@
 """The rule whether a prediction is within its error limit, for all that print it.
 
-A verdict needs enough timed steps, and constants that were measured on an otherwise idle machine.
+A verdict needs enough timed steps, and a machine that was otherwise idle while its constants were measured and while
+steps were timed.
 """
 
 LEAST_STEPS = 10  # fewer say little about a steady step
@@ -9,7 +10,7 @@ LEAST_STEPS = 10  # fewer say little about a steady step
 def why_no_verdict(num_timed: int, busy: str = "") -> str:
     """Why `num_timed` averaged steps allow no verdict on a prediction; "" if they do.
 
-    `busy` says who else used the machine while its constants were measured; "" for nobody.
+    `busy` says who else used the machine while its constants or the steps were measured; "" for nobody.
     """
     few = f"{num_timed} of at least {LEAST_STEPS} timed steps" if num_timed < LEAST_STEPS else ""
     return " and ".join(filter(None, (few, busy)))

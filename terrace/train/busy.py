@@ -1,4 +1,4 @@
-"""Detects other programs that used the CPU while the machine's constants were measured. Needs no torch.
+"""Detects other programs that used the CPU while the machine's constants, or steps, were measured. Needs no torch.
 
 The kernel counts the busy time of each core over all programs. Subtracting the CPU time of our own ranks, summed
 because ranks share cores, leaves the time of other programs.
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
 
 _STAT = Path("/proc/stat")
-_MOST = 0.2  # of the cores: a share that shows in a measurement; a guess
+# Of the cores. On two of them a program with this share takes a fifth of one, every step waits for the rank there, and
+# a fifth is the limit of a predicted step.
+_MOST = 0.1
+MEASURING, STEPPING = "while the machine was measured", "while steps were timed"
 _OF_PROGRAMS = (1, 2, 3, 8)  # columns: user, nice, system, and stolen by other machines on the same hardware
 
 
@@ -57,17 +60,19 @@ class CoreSeconds:
         return type(self)(self.place, self.num_cores, *spent)
 
 
-def busy_since(before: CoreSeconds | None, engine: "Engine") -> str:
+def busy_since(before: CoreSeconds | None, engine: "Engine", when: str = MEASURING) -> str:
     """`busy_words` over all ranks since `before`; "" on CUDA, where host cores only launch work and wait.
     Collective.
     """
     now = CoreSeconds.now()
     spent = None if before is None or now is None else now.since(before)
     ranks = engine.comm.exchange(None if spent is None else astuple(spent))
-    return busy_words([CoreSeconds(*each) if each else None for each in ranks]) if engine.device.type == "cpu" else ""
+    if engine.device.type != "cpu":
+        return ""
+    return busy_words([CoreSeconds(*each) if each else None for each in ranks], when)
 
 
-def busy_words(ranks: Sequence[CoreSeconds | None]) -> str:
+def busy_words(ranks: Sequence[CoreSeconds | None], when: str = MEASURING) -> str:
     """The share of cores that other programs took, on the busiest machine, in words; "" if it is small or unknown."""
     shares = [0.0]
     for place in {each.place: each for each in ranks if each is not None}.values():
@@ -77,4 +82,4 @@ def busy_words(ranks: Sequence[CoreSeconds | None]) -> str:
         shares.append(others_s / (place.num_cores * max(max(each.clock_s for each in here), 1e-9)))
     if max(shares) < _MOST:
         return ""
-    return f"other programs took {100 * max(shares):.0f} % of the cores while the machine was measured"
+    return f"other programs took {100 * max(shares):.0f} % of the cores {when}"

@@ -23,7 +23,7 @@ from terrace.program.report import StepReport, plain, read_plain
 from terrace.runtime.compiled import compiler_named
 from terrace.runtime.engine import Engine
 from terrace.train.adapted import attention_words
-from terrace.train.busy import CoreSeconds, busy_since
+from terrace.train.busy import STEPPING, CoreSeconds, busy_since
 from terrace.train.calibrate import calibrate, layer_flops_per_s, predict_once
 from terrace.train.copies import copies_of
 from terrace.train.effects import why_no_sample
@@ -104,12 +104,17 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
         StepChecks(rank, first_step),
         saves,
     )
+    before = CoreSeconds.now()
     # Closed on any error too: its thread would go on reading data.
     with closing(Feeder(rank.learning.fed(made), first_step, run.train.steps)) as feeder:
         stop = run_steps(rank, hooks, feeder, first_step)
     if stop is not None:
         rank.close()
         return stop
+    # A program that came after the measurement makes steps longer than predicted. A compiler's own processes would be
+    # taken for one.
+    beside = "" if run.train.compile else busy_since(before, engine, STEPPING)
+    busy = " and ".join(filter(None, (busy, beside)))
     summary = records.summary
     measured = rank.learning.report(engine.report(summary.mean_time_s))
     dog.idle("comparing the ranks")  # before the sample: rank 0 makes it and all others would wait

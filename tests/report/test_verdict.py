@@ -10,7 +10,7 @@ import pytest
 from terrace.program.report import StepReport
 from terrace.program.verdict import LEAST_STEPS, judged, why_no_verdict
 from terrace.report.tables import STEP_BAND, band_words
-from terrace.train.busy import CoreSeconds, busy_words
+from terrace.train.busy import STEPPING, CoreSeconds, busy_words
 from terrace.train.metrics import StepRecord, Summary
 
 BUSY = "other programs took 50 % of the cores while the machine was measured"
@@ -63,6 +63,9 @@ def ranks(place: str, all_s: float, *own_s: float) -> list[CoreSeconds | None]:
 def test_what_the_ranks_did_not_do_on_their_cores_was_others() -> None:
     assert busy_words(ranks("a", 2.0, *[0.24] * 8)) == "", "ranks may fill all cores themselves"
     assert busy_words(ranks("a", 2.0, 0.5, 0.5)) == BUSY
+    said = "other programs took 10 % of the cores while steps were timed"
+    assert busy_words(ranks("a", 1.9, 0.85, 0.845), STEPPING) == said
+    assert busy_words(ranks("a", 1.88, 0.85, 0.85)) == "", "on two cores less than the limit of a step"
     quiet = ranks("b", 1.0, 0.5, 0.5)
     assert busy_words([*quiet, *ranks("a", 2.0, 0.5, 0.5)]) == BUSY, "the busiest machine counts"
     assert busy_words([*quiet, None]) == ""
