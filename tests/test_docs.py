@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from terrace.cli.keys import sections
+from terrace.cli.main import _parsed, _split_program
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.cluster.failures import Failures
 from terrace.data.config import DataConfig
@@ -26,6 +28,7 @@ from terrace.train.keys import TrainConfig
 from tests.support.tiny_runs import environment, terrace
 
 ROOT = Path(__file__).parents[1]
+TAKEN_BY_RUNS = {"task", "objective", "plan", "cluster", "model"}  # of a run's file, outside of its sections
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "design").glob("*.md"))]
 
 
@@ -86,16 +89,35 @@ def test_make_targets_exist() -> None:
 _NIGHTLY = (
     "checkpoints.md",
     "context.md",
+    "distillation.md",
     "experts.md",
+    "fine-tuning.md",
     "generating.md",
+    "hugging-face.md",
+    "metrics.md",
+    "offload.md",
     "one-machine.md",
     "pipelines.md",
     "planning.md",
     "probing.md",
     "pruning.md",
+    "rl-mapping.md",
     "rl.md",
+    "slow-networks.md",
     "training.md",
 )
+
+
+@pytest.mark.parametrize("document", sorted({name for name, _ in _runs_here()}))
+def test_commands_of_a_document_have_options_that_exist(document: str) -> None:
+    """Every day, also of pages whose commands run by night: a renamed option or key fails here."""
+    for words in (shlex.split(command) for name, command in _runs_here() if name == document):
+        own, _ = _split_program(words[words.index("terrace") + 1 :])
+        _, rest = _parsed(own)
+        for word in (word for word in rest if word.startswith("--")):
+            section, _, key = word.removeprefix("--").partition("=")[0].rpartition(".")
+            assert section or key in TAKEN_BY_RUNS, word
+            assert section not in sections() or key in _keys(sections()[section]), word
 
 
 @pytest.mark.timeout(600)

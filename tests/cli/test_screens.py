@@ -4,15 +4,14 @@ import errno
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from terrace.cli.main import main
 from terrace.cli.output import outlive_output, printable_output
+from tests.support import warm
 from tests.support.tiny_runs import environment, write_run
 
 SHORT = ("--help", "--version", "keys", "train --help", "simulate --config run.toml", "data lengths --data text.txt")
@@ -120,13 +119,11 @@ def test_a_screen_that_was_lost_before_is_said(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.timeout(120)
 def test_training_ends_well_on_a_full_screen_disk(tmp_path: Path) -> None:
     write_run(tmp_path, 1, steps=3, log_every=1)
-    command: Any = [sys.executable, "-m", "terrace", "train", "--config", "run.toml", "--folder", "run"]
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            command, cwd=tmp_path, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=100
-        )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("goes on without its screen\n") == 1
+    words = ["train", "--config", "run.toml", "--folder", "run"]
+    training = warm.Command(words, tmp_path, environment(), screen="/dev/full")
+    _, errors = training.communicate(100.0)
+    assert training.returncode == 0, errors
+    assert errors.count("goes on without its screen\n") == 1
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert events[-1]["event"] == "finished"
     assert sum("goes on without its screen" in str(each.get("text")) for each in events) == 1

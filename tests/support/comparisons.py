@@ -32,7 +32,6 @@ from terrace.model.hf.names import sources
 from terrace.model.hf.pretrained import Pretrained, write_pretrained
 from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan
-from terrace.train import calibrate
 from tests.support.independent import Document, Reference, StepResult, causal_model, learning_rate
 from tests.support.independent_experts import BIAS, from_files, parameters_of, to_files
 from tests.support.random_plans import Case
@@ -211,7 +210,7 @@ def compare_run(
     """`terrace train` and `terrace export`, whose ranks are the pool's, compared with the reference."""
 
     def on_the_pool(world_size: int, target: Callable[..., Any], arguments: tuple[Any, ...], **_: object) -> Any:
-        return pool.run(world_size, calibrated_for_a_moment, target, arguments, timeout_s=300.0)[0]
+        return pool.run(world_size, target, *arguments, timeout_s=300.0)[0]
 
     case = run.case
     reference = reference_of(case, folder / "model", run.balance)
@@ -259,11 +258,6 @@ def in_files(case: Case, folder: Path, values: Mapping[str, Tensor], like: nn.Mo
         whole = values[f"{block}.{name}"]
         found |= dict(zip(source.tensors, whole if source.num_stacked else [whole], strict=True))
     return from_files(found, like, case.family)
-
-
-def calibrated_for_a_moment(world: World, target: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    calibrate._BUDGET_S, calibrate._REPEATS = 0.03, 4
-    return target(world, *arguments)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Imports among the modules of `terrace`: those at module level, inside functions, and under TYPE_CHECKING."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -11,11 +11,21 @@ ROOT = Path(__file__).parents[2]
 @cache
 def imports(*, for_types: bool) -> Mapping[str, frozenset[str]]:
     """Module -> the modules of `terrace` that it imports, at any time; with `for_types` also under TYPE_CHECKING."""
-    files = {_module(path): path for path in (ROOT / "terrace").rglob("*.py")}
     found = {}
-    for name, path in files.items():
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        found[name] = frozenset(_named(tree, for_types)) & files.keys() - {name}
+    for name, (always, types) in _imported().items():
+        named = always | types if for_types else always
+        found[name] = named & _imported().keys() - {name}
+    return found
+
+
+@cache
+def _imported() -> Mapping[str, tuple[frozenset[str], frozenset[str]]]:
+    """Module -> the names that it imports, and those under TYPE_CHECKING."""
+    found = {}
+    for path in (ROOT / "terrace").rglob("*.py"):
+        always, types = set[str](), set[str]()
+        _add_names(ast.parse(path.read_text(encoding="utf-8")), always, types)
+        found[_module(path)] = (frozenset(always), frozenset(types))
     return found
 
 
@@ -59,16 +69,18 @@ def _module(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def _named(tree: ast.AST, for_types: bool) -> Iterator[str]:
+def _add_names(tree: ast.AST, always: set[str], types: set[str]) -> None:
     waiting = [tree]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not for_types:
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for each in node.body:
+                _add_names(each, types, types)
             waiting += node.orelse
-            continue
-        waiting += ast.iter_child_nodes(node)
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
             # `from room import module` names a module, `from module import name` a name in it.
-            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+            always |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            always |= {alias.name for alias in node.names}
+        elif not isinstance(node, ast.expr):  # which holds no statement
+            waiting += ast.iter_child_nodes(node)

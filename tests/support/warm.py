@@ -38,14 +38,18 @@ one_loop.share()
 # A world of one rank would have all cores, and on tensors this small their threads wait for one another.
 vars(process_pool)["num_cores"] = lambda: 1
 
-# The ranks measure the machine for a moment only: what a full measurement says has its own tests.
+# What a forked process measures at the start of a run takes a moment only: what a full measurement says has its own
+# tests.
 _MOMENT_S, _FEW = 0.03, 4
-# And generate more than a window of the tiny runs, but no page of text.
+# And a command generates more than a window of the tiny runs, but no page of text.
 _TOKENS = 40
 
 
 class Command:
-    """A process that runs, on `host` as far as it knows, with the part of `subprocess.Popen` that the tests use."""
+    """A process that runs, on `host` as far as it knows, with the part of `subprocess.Popen` that the tests use.
+
+    It prints to a pipe, or to the file or device `screen`.
+    """
 
     def __init__(
         self,
@@ -54,13 +58,14 @@ class Command:
         environment: Mapping[str, str],
         umask: int | None = None,
         host: str | None = None,
+        screen: str | None = None,
     ) -> None:
         start_fork_server(__name__)
         context = multiprocessing.get_context("forkserver")
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         outputs = [there for _, there in pipes]
         self._process = context.Process(
-            target=_command, args=(tuple(words), str(cwd), dict(environment), outputs, umask, host)
+            target=_command, args=(tuple(words), str(cwd), dict(environment), outputs, umask, host, screen)
         )
         self._process.start()
         for there in outputs:
@@ -123,10 +128,13 @@ def _command(
     outputs: "Sequence[Connection[Any, Any]]",
     umask: int | None,
     host: str | None,
+    screen: str | None,
 ) -> None:
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), number)
         output.close()
+    if screen is not None:
+        os.dup2(os.open(screen, os.O_WRONLY), 1)
     sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
     os.chdir(cwd)
@@ -143,7 +151,7 @@ def _command(
     if host is not None:
         socket.gethostname = lambda: host
         vars(start)["boot_id"] = lambda: host
-    calibrate._BUDGET_S, calibrate._REPEATS = _MOMENT_S, _FEW
+    _measure_for_a_moment()
     sample._SAMPLE_TOKENS = _TOKENS
     multiprocessing.process.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]  # the parent's
     try:
@@ -153,6 +161,10 @@ def _command(
         print("terrace: interrupted", file=sys.stderr)
         code = 130
     sys.exit(code)
+
+
+def _measure_for_a_moment() -> None:
+    calibrate._BUDGET_S, calibrate._REPEATS = _MOMENT_S, _FEW
 
 
 def _run_script(path: str) -> int:
@@ -191,6 +203,7 @@ def _fork_fork_server(path: bytes, arguments: Sequence[str], kept: Sequence[int]
         null = os.open(os.devnull, os.O_RDWR)
         for file in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, null, *kept}:
             os.dup2(null, file, inheritable=False)
+        _measure_for_a_moment()
         vars(forkserver)["_forkserver"].__init__()  # that of the parent is locked, since it is just starting this one
         exec(program, {})
     finally:

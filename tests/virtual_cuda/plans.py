@@ -28,11 +28,15 @@ PACKED = Rows(12, ((5, 1, 6), (12,), (1, 1, 3, 7), (7, 5)))
 
 
 class Planned(NamedTuple):
-    """A case and the tiers that it runs on, and how far its numbers may be from the CPU's."""
+    """A case and the tiers that it runs on, and how far its numbers may be from the CPU's.
+
+    By night: other plans of its room have all that it has.
+    """
 
     sizes: Sizes
     case: Case
     within: float = BITS
+    by_night: bool = False
 
 
 def planned(
@@ -45,21 +49,23 @@ def planned(
     rows: Rows = WHOLE_ROWS,
     optimizer: OptimizerConfig = ADAMW,
     within: float = BITS,
+    by_night: bool = False,
     **changes: Any,
 ) -> Planned:
     """A preset in fp64 with changes."""
     plan = replace(exact(name, cluster_of(*sizes)), **changes)
-    return Planned(sizes, Case(plan, micros, model, num_steps=steps, rows=rows, optimizer=optimizer), within)
+    return Planned(sizes, Case(plan, micros, model, num_steps=steps, rows=rows, optimizer=optimizer), within, by_night)
 
 
 def placements() -> Iterator[Planned]:
     """Every preset, with and without recomputation; units and prefetches."""
-    for name in PRESETS:
-        yield planned(OUTER_TIER, name, "toy", steps=2)
-        yield planned(ONE_TIER, name, "gpt2", recompute=("*",))
+    for number, name in enumerate(PRESETS):
+        yield planned(OUTER_TIER, name, "toy", steps=2, by_night=number % 2 == 1)
+        yield planned(ONE_TIER, name, "gpt2", recompute=("*",), by_night=number % 2 == 0)
     several: Sequence[dict[str, Any]] = ({"prefetch": 0}, {"prefetch": 3}, {"unit": 2}, {"unit": 2, "prefetch": 0})
     for number, changes in enumerate(several):
-        yield planned(ONE_TIER, ("zero3", "zero2")[number % 2], "toy", steps=2, micros=3, **changes)
+        name, again = ("zero3", "zero2")[number % 2], number % 2 == 0
+        yield planned(ONE_TIER, name, "toy", steps=2, micros=3, by_night=again, **changes)
     yield planned(ONE_TIER, "zero3", "stacks", steps=2)
     yield planned(ONE_TIER, "zero3", "llama, frozen layer", within=ORDER)
 
@@ -80,11 +86,12 @@ def kept() -> Iterator[Planned]:
     keep = Keep(optimizer="disk", piece=128, ring=3)
     host = replace(keep, optimizer="host")
     for name, optimizer in (("ddp", ADAMW), ("zero3", OptimizerConfig(name="muon"))):
-        yield planned(ONE_TIER, name, "toy", steps=3, optimizer=optimizer, keep=keep)
-        yield planned(ONE_TIER, name, "toy", steps=3, optimizer=optimizer, keep=host)
+        for place in (keep, host):
+            again = (name == "ddp") == (place is host)
+            yield planned(ONE_TIER, name, "toy", steps=3, optimizer=optimizer, keep=place, by_night=again)
     yield planned(ONE_TIER, "zero1", steps=2, compute="bf16", master="fp32", within=ORDER_BF16, keep=keep)
     for name, keeps in (("ddp", replace(host, params="disk")), ("zero3", replace(keep, params="host"))):
-        yield planned(ONE_TIER, name, "toy", steps=3, micros=2, keep=keeps)
+        yield planned(ONE_TIER, name, "toy", steps=3, micros=2, keep=keeps, by_night=True)
         yield planned(ONE_TIER, name, "toy", steps=2, micros=2, unit=2, keep=replace(keeps, grads="host"))
 
 
@@ -121,10 +128,10 @@ def pipelines() -> Iterator[Planned]:
         model = (DEEP, "deep gpt2", "deep llama, frozen layer")[number % 3]
         within = ORDER if "frozen" in model else BITS
         unit: dict[str, Any] = {"unit": 2} if schedule.startswith("zeropp") else {}
-        yield planned(ONE_TIER, "ddp", model, micros=4, within=within, mapping=mapping, schedule=schedule, **unit)
+        own: dict[str, Any] = {"mapping": mapping, "schedule": schedule, **unit}
+        yield planned(ONE_TIER, "ddp", model, micros=4, within=within, by_night=number % 2 == 1, **own)
         if number % 2:
-            more: dict[str, Any] = {**turns[number % 3], **unit}
-            yield planned(ONE_TIER, "zero1", DEEP, micros=3, mapping=mapping, schedule=schedule, **more)
+            yield planned(ONE_TIER, "zero1", DEEP, micros=3, **turns[number % 3], **own)
 
 
 def coded_edges() -> Iterator[Planned]:
@@ -141,12 +148,13 @@ def tensors() -> Iterator[Planned]:
     forms: Sequence[dict[str, Any]] = ({"rows": 2}, {"columns": 2}, {"depth": 2})
     models = (WIDE, "wide gpt2", "wide qwen3, 2 kv heads", "wide latent", "wide phi3", "wide llama, 1 kv head")
     for number, model in enumerate(models):
-        name = "zero3" if number % 3 == 2 else "ddp"
-        yield planned(ONE_TIER, name, model, micros=1, within=ORDER, mapping={"package": {"tensor": forms[number % 3]}})
+        name, mapping = "zero3" if number % 3 == 2 else "ddp", {"package": {"tensor": forms[number % 3]}}
+        yield planned(ONE_TIER, name, model, micros=1, within=ORDER, by_night=number > 3, mapping=mapping)
     rows: dict[str, Any] = {"mapping": {"package": {"tensor": 2}}}
     yield planned(ONE_TIER, "ddp", WIDE, micros=1, within=ORDER, sequence_parallel=False, **rows)
     yield planned(ONE_TIER, "ddp", WIDE, within=ORDER, tensor_chunks=2, **rows)
-    yield planned(ONE_TIER, "ddp", "wide gpt2", within=ORDER, tensor_chunks=3, recompute=("*",), **rows)
+    again: dict[str, Any] = {"tensor_chunks": 3, "recompute": ("*",), "by_night": True}
+    yield planned(ONE_TIER, "ddp", "wide gpt2", within=ORDER, **again, **rows)
     yield planned(ONE_TIER, "ddp", "wide gemma2", micros=1, rows=PACKED, within=ORDER, **rows)
 
 
@@ -165,12 +173,12 @@ def contexts() -> Iterator[Planned]:
         rows = Rows(9) if number < 2 else PACKED
         if model == "wide gpt2":
             rows = Rows(7)
-        mapping = {"package": {"context": form}}
-        yield planned(ONE_TIER, "zero3", model, micros=1 + number % 2, rows=rows, within=ORDER, mapping=mapping)
+        own: dict[str, Any] = {"mapping": {"package": {"context": form}}, "by_night": number == 2}
+        yield planned(ONE_TIER, "zero3", model, micros=1 + number % 2, rows=rows, within=ORDER, **own)
     ring: dict[str, Any] = {"mapping": {"package": {"context": 2}}, "recompute": ("*",)}
     yield planned(ONE_TIER, "zero3", "wide llama, window", micros=1, rows=PACKED, within=ORDER, **ring)
     for model in ("llama tied", "wide llama, window"):
-        yield planned(ONE_TIER, "zero3", model, rows=PACKED, within=ORDER)
+        yield planned(ONE_TIER, "zero3", model, rows=PACKED, within=ORDER, by_night=model == "llama tied")
     for sequence in (16, 256):  # pairs of runs by flash attention's kernel, and by cuDNN's
         found = planned(
             ONE_TIER,
@@ -188,15 +196,16 @@ def experts() -> Iterator[Planned]:
     """Mixtures on one rank and on two, with chunks and gaps, every gate."""
     spread: dict[str, Any] = {"experts": {"package": {"expert": 2}}}
     models = ("experts in groups", "mixture, shared expert", "one of many experts", "all experts")
-    for model in models:
-        yield planned(ONE_TIER, "zero3", model, micros=1, **spread)
+    for number, model in enumerate(models):
+        yield planned(ONE_TIER, "zero3", model, micros=1, by_night=number % 2 == 1, **spread)
     for model in ("experts, noisy", "experts, cosine", "experts choose", "experts, even"):
         yield planned(ONE_TIER, "zero2", model, micros=1)
     yield planned(ONE_TIER, "ddp", "experts", experts={"package": {"rows": 2}})
     for chunks in ({"forward": 2}, {"forward": 2, "backward": 2}, {"forward": 1, "backward": 3, "ahead": 1}):
-        yield planned(ONE_TIER, "zero1", "experts", micros=1, within=ORDER, expert_chunks=chunks, **spread)
+        own: dict[str, Any] = {"expert_chunks": chunks, "by_night": "backward" not in chunks}
+        yield planned(ONE_TIER, "zero1", "experts", micros=1, within=ORDER, **own, **spread)
     yield planned(ONE_TIER, "zero3", "experts", within=ORDER, expert_gaps=(0.1, 0.5, 0.4), **spread)
-    yield planned(ONE_TIER, "zero1", "experts", within=ORDER, expert_gaps=(0, 0, 1), **spread)
+    yield planned(ONE_TIER, "zero1", "experts", within=ORDER, expert_gaps=(0, 0, 1), by_night=True, **spread)
     two = {"forward": 1, "backward": 2}
     yield planned(
         ONE_TIER, "zero2", "experts", within=ORDER, expert_gaps=(0, 0, 0.25, 0.75), expert_chunks=two, **spread
@@ -207,7 +216,8 @@ def experts() -> Iterator[Planned]:
 def wires() -> Iterator[Planned]:
     """Messages in every format."""
     for number, wire in enumerate(("bf16", "fp32", "int8:16", "fp8:32", "int4:16", "int8:16+feedback")):
-        found = planned(ONE_TIER, ("zero3", "zero1")[number % 2], "toy", steps=2)
+        again = wire in ("fp32", "int4:16")
+        found = planned(ONE_TIER, ("zero3", "zero1")[number % 2], "toy", steps=2, by_night=again)
         cluster, plan = cluster_of(*found.sizes), found.case.plan
         if "+" in wire:
             yield planned(ONE_TIER, "zero2", "toy", steps=2, wire={"reduce": {"package": wire}})
@@ -218,12 +228,16 @@ def wires() -> Iterator[Planned]:
 
 def optimizers() -> Iterator[Planned]:
     """Every update rule, and states in few bits."""
-    projected = (("galore", {"rank": 3, "check_every": 2}), ("lsp", {"rank": 3, "density": 2, "check_every": 1}))
+    lsp = [("lsp", {"rank": 3, "density": 2, "check_every": every}) for every in (1, 2)]
+    projected = (("galore", {"rank": 3, "check_every": 2}), *lsp)
     for name, more in (("lion", {}), ("muon", {"momentum": 0.9}), ("sgd", {}), ("sgd", {"momentum": 0.9}), *projected):
         optimizer = OptimizerConfig(name=name, lr=3e-3, **more)  # type: ignore[arg-type]
-        yield planned(ONE_TIER, ("ddp", "zero3")[name != "muon"], "gpt2", steps=2, optimizer=optimizer)
+        # Projectors that are learned twice take the time of ten plans.
+        placement, again = "ddp" if name == "muon" else "zero3", more in ({}, lsp[0][1]) and name != "lion"
+        yield planned(ONE_TIER, placement, "gpt2", steps=2, optimizer=optimizer, by_night=again)
     for states in ("bf16", "int8"):
-        found = planned(ONE_TIER, "zero3", "gpt2", steps=2, within=ORDER_BF16, optimizer_states=states)
+        own: dict[str, Any] = {"optimizer_states": states, "by_night": states == "bf16"}
+        found = planned(ONE_TIER, "zero3", "gpt2", steps=2, within=ORDER_BF16, **own)
         plan = replace(found.case.plan, compute="fp32", master="fp32")
         yield found._replace(case=replace(found.case, plan=plan))
     found = planned(ONE_TIER, "zero2", "gpt2", within=ORDER_BF16)
@@ -241,7 +255,8 @@ def islands() -> Iterator[Planned]:
         Outer(tier="node", every=1, delay=1, optimizer="average"),
     ):
         steps = 2 * outer.every + 1
-        yield planned(OUTER_TIER, "ddp", "toy", micros=1, steps=steps, outer=outer)
+        again = outer.optimizer == "nesterov" and outer.fragments == 1
+        yield planned(OUTER_TIER, "ddp", "toy", micros=1, steps=steps, outer=outer, by_night=again)
 
 
 def scaled() -> Iterator[Planned]:

@@ -172,7 +172,7 @@ def check(
     """
     cluster, cases = cluster_of(*found[0].sizes), [each.case for each in found]
     by_rank = pool.run(cluster.world_size, rehearse, cluster, cases, completes, limit_s, timeout_s=300.0)
-    for (case, within), outcomes in zip((each[1:] for each in found), zip(*by_rank, strict=True), strict=True):
+    for (case, within), outcomes in zip((each[1:3] for each in found), zip(*by_rank, strict=True), strict=True):
         assert not [each.error for each in outcomes if each.error], (case, outcomes[0].error or outcomes[1].error)
         faults: list[str | Fault] = [fault for each in outcomes for fault in each.faults]
         faults += faults_of([each.log for each in outcomes])
