@@ -22,7 +22,7 @@ from tests.support.tiny_runs import environment
 ROOT = Path(__file__).parents[1]
 OWN = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][products.GROUP]
 # Tests of every room that a copy without a product still passes, chosen for their short time.
-QUICK = ("base/test_words.py", "base/test_sealed.py", "cluster/test_member_tables.py")
+QUICK = ("base/test_words.py", "base/test_sealed.py", "cluster/test_width.py")
 
 
 def install(folder: Path, name: str, declared: dict[str, str]) -> None:

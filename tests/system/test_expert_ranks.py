@@ -60,12 +60,13 @@ EIGHT: dict[str, Table] = {
 SOME = ["rows twice"]
 
 
+@pytest.mark.parametrize("model", ["experts in groups", *nightly("experts")])
 @pytest.mark.parametrize("table", [*SOME, *nightly(*(name for name in EIGHT if name not in SOME))])
-def test_every_factoring_of_eight(pool: LocalPool, table: str) -> None:
+def test_every_factoring_of_eight(pool: LocalPool, table: str, model: str) -> None:
     cluster = cluster_of(2, 2, 2)
-    plan = spread(cluster, "three-level", EIGHT[table])
-    grouped = Case(plan, 2, "experts in groups", num_steps=3, balance=MOVED)
-    check(pool, cluster, [Case(plan, num_micros=2, model="experts"), grouped])
+    case = Case(spread(cluster, "three-level", EIGHT[table]), num_micros=2, model=model)
+    grouped = replace(case, num_steps=3, balance=MOVED)
+    check(pool, cluster, [case if model == "experts" else grouped])
 
 
 BESIDE: dict[str, dict[str, Any]] = {

@@ -285,14 +285,15 @@ def num_elements(model: Model, block: int) -> int:
     return sum(param.numel for param in model.declared[block].params)
 
 
-def test_a_layer_in_a_unit_is_gathered_twice_and_reduced_once(pool: LocalPool) -> None:
+@pytest.mark.parametrize("units", [(1, 4), *nightly(((2, 8),))], ids=str)
+def test_a_layer_in_a_unit_is_gathered_twice_and_reduced_once(pool: LocalPool, units: tuple[int, ...]) -> None:
     """ZeroPP (2402.03791): 36 H^2 / U elements a micro-batch for a layer of 12 H^2, so 3 P / U for one of P.
 
     That is of a chunk in the middle: the first and the last of a stage stand beside themselves at the turns.
     """
     micros, block, cluster, model = 8, 3, cluster_of(*OUTER.sizes), "deep gpt2"
     cases = []
-    for unit in (1, 2, 4, 8):
+    for unit in units:
         plan = pipelined("zero3", OUTER, "zeropp:3", unit=unit, stages=(2, 1, 1, 1, 1, 2))
         cases.append(Case(plan, num_micros=micros, model=model))
     by_rank = pool.run(4, parameter_bytes, cluster, cases, block, timeout_s=120.0)

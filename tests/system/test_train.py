@@ -293,10 +293,12 @@ def test_a_run_on_a_probed_cluster_is_predicted_from_its_file(tmp_path: Path) ->
     assert re.search(r"most is missed of '(for|back)ward': .* probe again; terrace report run draws", done.stdout)
 
 
-def test_a_paced_run_takes_as_long_as_its_links_say_and_is_predicted_so(tmp_path: Path) -> None:
+def test_a_paced_run_takes_as_long_as_its_links_say_and_is_predicted_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bytes that one rank sends in a step over the slowed tier, at its rate, bound every step from below.
 
-    The file has the probed rate, which is twice that of the pace.
+    The file has the probed rate, which is twice that of the pace, and `rehearse run --paced` becomes this command.
     """
     write_run(tmp_path, 1, 2, plan="ddp", steps=3)
     cluster, rate = tmp_path / "cluster.toml", 2e5
@@ -304,8 +306,8 @@ def test_a_paced_run_takes_as_long_as_its_links_say_and_is_predicted_so(tmp_path
     table["device"] |= {"source": "a probe", "marks": {"kernels.gemm": "fitted"}}
     table["tiers"][1] |= {"bandwidth_bytes_per_s": rate / 0.5, "latency_s": 0.0}
     cluster.write_text(tomli_w.dumps(table))
-    train = ("terrace", "train", "--config", "run.toml", "--folder", "run")
-    done = terrace("rehearse", "run", "--paced", "--scale", "0.5", "--", *train, cwd=tmp_path)
+    monkeypatch.setenv("TERRACE_PACE", "0.5")
+    done = terrace("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "as measured here" in done.stdout
     report = json.loads((tmp_path / "run" / "report.json").read_text())
