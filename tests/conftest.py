@@ -8,6 +8,7 @@ their own: on a busy machine any would be missed now and then.
 in its file or in tests/support/by_night.py; `make test-all` runs everything.
 """
 
+import atexit
 import gc
 import os
 import signal
@@ -70,9 +71,9 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     return ended
 
 
-def pytest_unconfigure() -> None:
-    """Let the interpreter take down what was kept, or libraries in C++ complain of leaks."""
-    gc.unfreeze()
+# The interpreter takes down what was kept, or libraries in C++ complain of leaks; pytest, which collects garbage a few
+# times as it ends, need not look through it.
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_IMPORT_CHAIN = 400, 80, 20
 HUBS: dict[str, str] = {"terrace/cli/lines.py": "a table: the options of every command"}
 
 
+_OF_THE_ENVIRONMENT = ("environ", "getenv", "putenv")
+
+
 class Facts(NamedTuple):
     """Facts of a file."""
 
@@ -58,13 +61,18 @@ def facts() -> dict[str, Facts]:
 def _facts(text: str) -> Facts:
     tree = ast.parse(text)
     found = Facts(len(text.splitlines()), {}, [], [], _imports(tree.body))
-    for node in ast.walk(tree):
+    may_touch = any(name in text for name in _OF_THE_ENVIRONMENT)
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             found.functions[f"{node.name}, line {node.lineno}"] = (node.end_lineno or 0) - node.lineno + 1
-        elif isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv"):
+        elif isinstance(node, ast.Attribute) and node.attr in _OF_THE_ENVIRONMENT:
             found.environment.append(node.lineno)
         elif isinstance(node, ast.ImportFrom):
             found.imported.append(node.module or "")
+        if may_touch or not isinstance(node, ast.expr):  # no expression holds a function or an import
+            waiting += ast.iter_child_nodes(node)
     return found
 
 

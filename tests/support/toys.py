@@ -32,6 +32,7 @@ VOCAB, HIDDEN, SEQUENCE = 11, 6, 6
 TIER_NAMES = ("package", "node", "system", "site")
 
 
+@cache
 def cluster_of(*sizes: int, memory_bytes: float = 2e9) -> Cluster:
     """A cluster with these tier sizes, innermost first, named package, node, system and site."""
     local = load_cluster("local")
