@@ -276,7 +276,7 @@ class Scene:
         )
         _well(self.command("plan", *task, "--best", "1", "--limit", "20", "--out", self.folder / "plan/plan.toml"))
         (self.folder / "probed").mkdir()
-        probe = ("probe", "--cluster", inputs / "cluster.toml", "--seconds", "0.1")
+        probe = ("probe", "--cluster", inputs / "cluster.toml", "--seconds", "0.3")
         _well(self.command(*probe, "--out", self.folder / "probed" / "cluster.toml"))
         self._copied_run(inputs)
         for path in self.folder.iterdir():

@@ -59,7 +59,7 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.timeout(300)
 def test_a_probe_writes_a_cluster(tmp_path: Path) -> None:
-    words = ("--ranks", "2", "--seconds", "0.1", "--out", "my.toml")
+    words = ("--ranks", "2", "--seconds", "0.3", "--out", "my.toml")
     done = terrace("probe", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "wrote my.toml: use it as --cluster my.toml" in done.stdout

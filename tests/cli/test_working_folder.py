@@ -49,22 +49,10 @@ def shadowed(tmp_path: Path) -> Path:
     return folder
 
 
-def on_one_core() -> None:
-    """Processes have a thread each: on a machine with other work, the threads of one would spin for one another."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-
-
 def call(folder: Path, *words: str, script: str = "terrace", **variables: str) -> str:
     line = [sys.executable, str(folder.parent / "bin" / script), *words]
     done = subprocess.run(
-        line,
-        cwd=folder,
-        env=environment() | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-        preexec_fn=on_one_core,
+        line, cwd=folder, env=environment() | variables, capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 0, done.stderr
     ran = folder.parent / "ran"

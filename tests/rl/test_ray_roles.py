@@ -29,9 +29,6 @@ def cluster() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)  # Ray's is for a driver, and would be that of later tests
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        # A worker for each core would start before there is work for it, and each imports for a second.
-        patch.setenv("RAY_enable_worker_prestart", "0")
-        patch.setenv("RAY_prestart_worker_first_driver", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
         found = _cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         found.add_node(num_cpus=2)
