@@ -144,7 +144,6 @@ def kill_server(folder: str) -> None:
     except HangError as error:
         print(error)
     assert all_gone(Path(folder), 10.0)
-    warm.fork_servers()  # the next one, too
     print(launch_local(2, toy, (folder, "nothing", 0), grace_s=GRACE_S))
 
 
