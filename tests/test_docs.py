@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from terrace.cli.keys import sections
-from terrace.cli.main import _parsed, _split_program
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.cluster.failures import Failures
 from terrace.data.config import DataConfig
@@ -25,30 +23,15 @@ from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.keys import RewardKeys, RunKeys
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.keys import TrainConfig
+from tests.support.documents import DOCS, runs_here, shown_commands
 from tests.support.tiny_runs import environment, terrace
 
 ROOT = Path(__file__).parents[1]
-TAKEN_BY_RUNS = {"task", "objective", "plan", "cluster", "model"}  # of a run's file, outside of its sections
-DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "design").glob("*.md"))]
-
-
-def _commands() -> list[tuple[str, str]]:
-    found = []
-    for path in DOCS:
-        for block in re.findall(r"```(?:console|sh|bash)\n(.*?)```", path.read_text(encoding="utf-8"), re.S):
-            for line in block.splitlines():
-                if line.startswith("$ "):
-                    found.append((path.name, line[2:].split("  #")[0].strip()))
-    return found
-
-
-def _runs_here() -> list[tuple[str, str]]:
-    return [(name, command) for name, command in _commands() if command.split()[0] in ("terrace", "torchrun")]
 
 
 def test_the_docs_show_commands() -> None:
-    assert {"README.md", "plans.md", "training.md"} <= {name for name, _ in _commands()}
-    for name, command in _commands():
+    assert {"README.md", "plans.md", "training.md"} <= {name for name, _ in shown_commands()}
+    for name, command in shown_commands():
         assert command.split()[0] in ("terrace", "torchrun", "make", "git", "cd"), f"{name}: {command}"
 
 
@@ -80,7 +63,7 @@ def test_every_key_of_a_file_is_documented(document: str, keys: list[str]) -> No
 
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for name, command in _commands():
+    for name, command in shown_commands():
         if command.split()[0] == "make":
             assert re.search(rf"^{command.split()[1]}:", makefile, re.M), f"{name}: {command}"
 
@@ -108,30 +91,18 @@ _NIGHTLY = (
 )
 
 
-@pytest.mark.parametrize("document", sorted({name for name, _ in _runs_here()}))
-def test_commands_of_a_document_have_options_that_exist(document: str) -> None:
-    """Every day, also of pages whose commands run by night: a renamed option or key fails here."""
-    for words in (shlex.split(command) for name, command in _runs_here() if name == document):
-        own, _ = _split_program(words[words.index("terrace") + 1 :])
-        _, rest = _parsed(own)
-        for word in (word for word in rest if word.startswith("--")):
-            section, _, key = word.removeprefix("--").partition("=")[0].rpartition(".")
-            assert section or key in TAKEN_BY_RUNS, word
-            assert section not in sections() or key in _keys(sections()[section]), word
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "document",
     [
         pytest.param(name, marks=pytest.mark.nightly if name in _NIGHTLY else ())
-        for name in sorted({name for name, _ in _runs_here()})
+        for name in sorted({name for name, _ in runs_here()})
     ],
 )
 def test_commands_of_a_document_run_in_order(document: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     commands = [
-        command.replace("/tmp/", f"{shlex.quote(str(tmp_path))}/") for name, command in _runs_here() if name == document
+        command.replace("/tmp/", f"{shlex.quote(str(tmp_path))}/") for name, command in runs_here() if name == document
     ]
     for command in commands:
         program, *words = shlex.split(command)
