@@ -9,7 +9,9 @@ seeds that draw other text:
     magnitude    as taught, but what is kept are the features whose matrices have the largest norms, not those that
                  the evaluation finds
 
-Compared is the cross entropy of held-out text after the last step with that of the whole model.
+Compared is the cross entropy of held-out text after the last step with that of the whole model. Before, the same is
+shown of halves that nothing has trained yet: the most important features, those with the largest norms, random ones,
+and the least important.
 
 Target: after 300 steps the taught model is at most 3 % above the whole one, in the mean over the seeds.
 """
@@ -19,21 +21,24 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.distillation import DISTILL, terrace, trained
 from bench.learning import Held, Job, Result, parser_of, tokens
 from terrace.model.blocks import block_specs
 from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.importance import Meter
 from terrace.model.prune import Importance, Shares, pruned_values
+from terrace.train.evaluate_own import evaluate_own, own_data
 from terrace.train.prune import value_of
-from terrace.train.trained import load_trained
+from terrace.train.trained import Trained, load_trained, with_values
 
 ALONE, TAUGHT, MAGNITUDE = "alone", "taught", "magnitude"
 WHOLE = "whole"
@@ -63,6 +68,45 @@ def whole_words(options: argparse.Namespace) -> list[str]:
     return words_of(options, options.whole_steps, 0, options.lr) + keys
 
 
+def untrained(folder: Path) -> dict[str, float]:
+    """Held-out cross entropy of the whole model in `folder`, and of its halves, without training."""
+    whole, sources, shares = load_trained(folder), own_data(folder, print), Shares(intermediate=0.5)
+    config, meter = whole.config, Meter(whole.config)
+
+    def loss(model: Trained) -> float:
+        found = list(evaluate_own(model, sources))
+        return sum(each.nats for each in found) / sum(each.num_tokens for each in found)
+
+    with meter.attached(whole.blocks):
+        losses = {"whole": loss(whole)}
+    measured, generator = meter.importance, torch.Generator().manual_seed(0)
+    rivals: dict[str, Callable[[int, Tensor], Tensor]] = {
+        "most important": lambda _, scores: scores,
+        "largest norms": lambda layer, _: norms_of(whole, layer),
+        "random": lambda _, scores: torch.rand(scores.shape, generator=generator),
+        "least important": lambda _, scores: -scores,
+    }
+    for name, scored in rivals.items():
+        units = [
+            {**each, "intermediate": scored(layer, each["intermediate"])} for layer, each in enumerate(measured.units)
+        ]
+        kept = shares.chosen(config, Importance(layers=measured.layers, units=tuple(units)))
+        made, value = shares.config_of(config, kept.layers), pruned_values(config, kept, partial(value_of, whole))
+        values = (
+            (spec.name, one.name, value(spec.name, one.name)) for spec in block_specs(made) for one in spec.params
+        )
+        losses[name] = loss(replace(whole, config=made, blocks=with_values(made, values, "cpu", torch.float32, folder)))
+    return losses
+
+
+def norms_of(model: Trained, layer: int) -> Tensor:
+    """Norms of the up projection's rows times those of the down projection's columns."""
+    block = model.blocks[1 + layer]
+    up, down = (block.get_parameter(f"mlp.{name}.weight").detach() for name in ("up", "down"))
+    norms: Tensor = up.norm(dim=1) * down.norm(dim=0)
+    return norms
+
+
 def prune(whole: Path, folder: Path, variant: str) -> None:
     """Write the whole model without half its inner features, unless that was done before."""
     if folder.exists():
@@ -72,10 +116,8 @@ def prune(whole: Path, folder: Path, variant: str) -> None:
         return
     model, shares = load_trained(whole), Shares(intermediate=0.5)
     config = model.config
-    norms = []
-    for block in model.blocks[1:-1]:
-        up, down = (block.get_parameter(f"mlp.{name}.weight").detach() for name in ("up", "down"))
-        norms.append({"intermediate": up.norm(dim=1) * down.norm(dim=0), "heads": torch.ones(config.num_kv_heads)})
+    heads = torch.ones(config.num_kv_heads)
+    norms = [{"intermediate": norms_of(model, layer), "heads": heads} for layer in range(len(model.blocks) - 2)]
     kept = shares.chosen(config, Importance(layers=torch.ones(len(norms)), units=tuple(norms)))
     made = shares.config_of(config, kept.layers)
     assert len(block_specs(made)) == len(block_specs(config)), "no layer goes"
@@ -94,21 +136,32 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> Found:
     return Found(job.variant, job.seed, job.setting, loss, time.monotonic() - begin_s)
 
 
+def show(losses: dict[str, float]) -> None:
+    whole = losses["whole"]
+    print_table(
+        ["", "cross entropy", ""], [[name, f"{one:.4f}", f"{one / whole - 1:+.2%}"] for name, one in losses.items()]
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; with --check return 1 when a target is missed."""
     parser = parser_of(__doc__, (ALONE, TAUGHT, MAGNITUDE), hidden=64, lr=4e-3)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--whole-steps", type=int, default=1200, help="steps of the whole model")
     parser.add_argument("--heal-lr", type=float, default=2e-3, help="learning rate of pruned models")
+    parser.add_argument("--untrained", type=Path, help="show the halves of this run's model alone, and train nothing")
     parser.add_argument("--keep", type=Path, help="make run folders here, and resume those of a former call")
     options_for_claims(parser)
     parser.set_defaults(steps=300)
     options = parser.parse_args(arguments)
+    if options.untrained is not None:
+        show(untrained(options.untrained))
+        return 0
     text, held, found = tokens(), Held(options.results, Found), dict[tuple[str, int], Found]()
     with tempfile.TemporaryDirectory() as made:
         folder = options.keep or Path(made)
         whole = trained(folder / WHOLE, whole_words(options))[-1]["eval"]["holdout"]["loss"]
-        print(f"whole model: {whole:.4f}", flush=True)
+        show(untrained(folder / WHOLE))
         plans = whole_words(options), words_of(options, options.steps, 0, options.heal_lr)
         for seed in options.seeds:
             for variant in options.variants:
