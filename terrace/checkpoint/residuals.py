@@ -57,7 +57,7 @@ def digest(program: Program) -> str:
     wires = {message.value: dict(plan.wire.get(message.value, {})) for message in FED_BACK}
     # A class without formats leaves no trace, so that digests stay as they were before it had any.
     wires = {message: row for message, row in wires.items() if row or message in GRADIENTS}
-    if not any(name.endswith("+feedback") for row in wires.values() for name in row.values()):
+    if not any("+feedback" in name for row in wires.values() for name in row.values()):
         return ""
     fields = (
         "params",
@@ -74,7 +74,7 @@ def digest(program: Program) -> str:
     values = asdict(plan)
     table = {name: values[name] for name in fields}
     # Stacks have buffers of their own, and each part of a gradient has residuals of its own.
-    table |= {name: values[name] for name in OF_STACKS if values[name]}
+    table |= {name: values[name] for name in (*OF_STACKS, "order") if values[name]}
     if MessageClass.PIPELINE_BACKWARD in wires:  # their size depends on the sequence length
         table |= {"edge": program.model.edge.numel}
     if (cycle := plan.outer).has_islands:

@@ -26,6 +26,7 @@ from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
 from terrace.plan.search_limits import FINALISTS
+from terrace.plan.wire import BETWEEN_STAGES
 from terrace.planner.advice import Change
 from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
@@ -134,14 +135,19 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
         loop = least_loop(task, best, plan, bounds, rows)
     stored = stored_words(ways, task, best.step_s, found.wide_s)
     used = chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
-    deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins)
+    deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins, allowed)
     answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored)
     _show(options, searched, ties, allowed, plan, loop, answers, deal, given.cluster)
     return 0
 
 
 def _deal(
-    given: Task, ties: Ties, loop: Loop | None, search: Callable[[Pins], ProductsFound], pins: Pins
+    given: Task,
+    ties: Ties,
+    loop: Loop | None,
+    search: Callable[[Pins], ProductsFound],
+    pins: Pins,
+    allowed: Allowed,
 ) -> Deal | None:
     """The best shares of unequal members; None if members are alike or no plan with shares is faster."""
     if len(given.cluster.alike) == 1:
@@ -152,7 +158,10 @@ def _deal(
     with suppress(PlanError):  # a state pinned outside
         inside = search(island_pins(given, pins)).searched  # plans whose states lie inside members can have shares
         plans += [(_chosen(inside.space.task, each), each) for each in inside.found.best]
-    return best_deal(given, plans, ties.best[0].step_s)
+    tier = given.cluster.tiers[-1].name
+    between = ((message.value, allowed.get((message.value, tier))) for message in BETWEEN_STAGES)
+    formats = {message: choice.formats for message, choice in between if choice is not None}
+    return best_deal(given, plans, ties.best[0].step_s, formats)
 
 
 def _scale(options: argparse.Namespace, rest: Sequence[str]) -> int:

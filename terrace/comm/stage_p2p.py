@@ -86,12 +86,12 @@ class StageP2P:
         self._rank, self._stage = rank, mesh.stage(rank)
         self._lanes: dict[int, ThreadLane] = {}
         self._due: dict[int, deque[Arrival]] = defaultdict(deque)  # by peer, in the order of their receives
-        self._peers: dict[int, tuple[int, str]] = {}
+        self._peers: dict[int, tuple[int, str, Pace]] = {}
         self.around: Callable[[Callable[[], None]], Callable[[], None]] | None = None  # times a send, in a traced step
 
     def send(self, message: MessageClass, values: Tensor, stage: int, plain: Tensor | None = None) -> Ticket:
         """Start sending contiguous `values`, and `plain` after them. Do not modify them until the ticket is done."""
-        peer, tier = self._peer(stage)
+        peer, tier, pacer = self._peer(stage)
         upward = self._stage < stage
         group = self._groups.between(peer, upward)
         self._ledger.add(message, tier, values.nbytes)
@@ -102,14 +102,14 @@ class StageP2P:
             sent = _WorkTicket(dist.isend(values, peer, group=group))
             return sent if plain is None else _WorkTicket(dist.isend(plain, peer, group=then))
         # The link is busy from now on, not from the moment at which the thread gets to the message.
-        begin_s = self._pacer.begin()
+        begin_s = pacer.begin()
 
         def blocking() -> None:
             # Paced before sending, because the receiver just waits.
-            self._pacer.sent(tier, values.nbytes, 1, begin_s)
+            pacer.sent(tier, values.nbytes, 1, begin_s)
             dist.send(values, peer, group=group)
             if plain is not None:
-                self._pacer.sent(tier, plain.nbytes, 1, self._pacer.begin())
+                pacer.sent(tier, plain.nbytes, 1, pacer.begin())
                 dist.send(plain, peer, group=then)
 
         # A thread per peer stage, so that a slow stage does not hold up messages to another.
@@ -119,13 +119,13 @@ class StageP2P:
 
     def receive(self, values: Tensor, stage: int) -> Ticket:
         """Start receiving into contiguous `values`. Read them only after waiting for the ticket."""
-        peer, _ = self._peer(stage)
+        peer, *_ = self._peer(stage)
         group = self._groups.between(peer, upward=stage < self._stage)
         return _WorkTicket(dist.irecv(values, peer, group=group))
 
     def receive_rows(self, message: Tensor, hop: Hop, stage: int) -> Arrival:
         """Start receiving `message`, rows in the format of `hop` (terrace.comm.collectives, `code_rows`)."""
-        peer, _ = self._peer(stage)
+        peer, *_ = self._peer(stage)
         upward = stage < self._stage
 
         def after(plain: Tensor) -> None:
@@ -134,11 +134,11 @@ class StageP2P:
         work = dist.irecv(message, peer, group=self._groups.between(peer, upward))
         return Arrival(message, hop, work, after, self._due[peer])
 
-    def _peer(self, stage: int) -> tuple[int, str]:
-        # The counterpart in a stage, and the outermost tier between.
+    def _peer(self, stage: int) -> tuple[int, str, Pace]:
+        # The counterpart in a stage, the outermost tier between, and its pace.
         if stage not in self._peers:
-            tier = self._tiers[self._mesh.edge_tier(self._stage, stage)]
-            self._peers[stage] = self._mesh.at_stage(self._rank, stage), tier
+            tier, peer = self._tiers[self._mesh.edge_tier(self._stage, stage)], self._mesh.at_stage(self._rank, stage)
+            self._peers[stage] = peer, tier, self._pacer.between(self._rank, peer)
         return self._peers[stage]
 
     @property

@@ -11,14 +11,17 @@ the host's cores where they update.
 Sleeps end about 0.1 ms late. No torch here: the caller reports the bytes sent.
 """
 
+import copy
 import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from terrace.base.errors import ConfigError
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.members import slowest_link
 from terrace.comm.pace import Pace, lane_below
 from terrace.plan.keep import CORES
 from terrace.plan.wire import MessageClass
@@ -44,6 +47,7 @@ class Pacer(Pace):
             raise ConfigError(f"pace {scale} must be a number above 0: 0.1 makes every link ten times slower")
         # Messages among members with links of their own take the slowest.
         self._cluster, self._scale, self._clock, self._sleep = cluster.alike[0][0], scale, clock, sleep
+        self._whole = cluster
         self._lock = threading.Lock()
         self._below = dict[str, float]()  # lane of a medium -> seconds of a byte
         for name, medium in cluster.device.below.items():
@@ -53,6 +57,18 @@ class Pacer(Pace):
                 self._below[CORES] = medium.update_s(1)
         links = (*(tier.name for tier in cluster.tiers), *self._below)
         self._free_s = dict.fromkeys(links, -math.inf)  # when each link is idle
+
+    def between(self, rank: int, other: int) -> "Pacer":
+        ends = {self._whole.coordinates(each)[-1] for each in (rank, other)}
+        *inner, tier = self._whole.tiers
+        members = [each for each in tier.members for _ in range(each.count)]
+        if len(ends) == 1 or not members:
+            return self
+        bandwidth, latency_s = slowest_link([members[end] for end in ends], tier.bandwidth_bytes_per_s, tier.latency_s)
+        link = replace(tier, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+        found = copy.copy(self)  # a member's messages share its link, whatever their pace
+        found._cluster = replace(self._cluster, tiers=(*inner, replace(link, members=())))
+        return found
 
     def least_s(self, tier_name: str, num_bytes: int, num_messages: int = 1) -> float:
         if tier_name == "device":

@@ -92,5 +92,8 @@ def edge_buffers(plan: Plan, tiers: Sequence[str], numel: int) -> int:
 
     Messages have `numel` elements, in the widest format of their class on `tiers`, those between neighbouring stages.
     """
-    each = [max(plan.wire_format(message, tier).message_bytes(numel) for tier in tiers) for message in BETWEEN_STAGES]
+    each = [
+        max(wire.message_bytes(numel) for tier in tiers for wire in plan.wire_formats(message, tier))
+        for message in BETWEEN_STAGES
+    ]
     return 2 * sum(each)

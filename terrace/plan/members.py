@@ -13,6 +13,7 @@ from dataclasses import replace
 from terrace.base.errors import PlanError
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.members import slowest_link
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import ORDER, Mesh
 from terrace.plan.plan import Plan
@@ -102,8 +103,37 @@ def stage_clusters(cluster: Cluster, plan: Plan) -> list[Cluster]:
     mesh = Mesh.of(cluster, plan)
     if mesh.group("pipeline")[-1] != cluster.tiers[-1].size:
         return []
-    inside = mesh.total("pipeline") // cluster.tiers[-1].size
-    return [alike for alike, count in cluster.alike for _ in range(count * inside)]
+    members = [alike for alike, count in cluster.alike for _ in range(count)]
+    return [members[member] for member in plan.order or range(len(members)) for _ in range(mesh.stages_inside)]
+
+
+def boundary_links(cluster: Cluster, plan: Plan) -> list[tuple[float, float]]:
+    """(Bandwidth, latency) of each boundary between two members of such a pipeline; the slower end counts.
+
+    The last is that of the last member with the first, which some schedules cross.
+    """
+    tier = cluster.tiers[-1]
+    members = [each for each in tier.members for _ in range(each.count)]
+    placed = [members[member] for member in plan.order or range(len(members))]
+    ends = zip(placed, [*placed[1:], placed[0]], strict=True)
+    return [slowest_link(pair, tier.bandwidth_bytes_per_s, tier.latency_s) for pair in ends]
+
+
+def check_order(cluster: Cluster, plan: Plan) -> None:
+    """Raise `PlanError` for an `order` that is no permutation of members, or that no pipeline across them goes by."""
+    if not plan.order:
+        return
+    tier, here = cluster.tiers[-1], f"order = {list(plan.order)}"
+    if sorted(plan.order) != list(range(tier.size)):
+        raise PlanError(
+            f"{here} is no permutation of the {counted(tier.size, 'member')} of tier {tier.name!r}: name each of 0 to "
+            f"{tier.size - 1} once, the member with the first stages first"
+        )
+    if tier.size == 1 or Mesh.of(cluster, plan).group("pipeline")[-1] != tier.size:
+        raise PlanError(
+            f"{here} has no effect: it says which member of tier {tier.name!r} has which stages, and the pipeline is "
+            f"not the only axis across that tier; leave it out, or write mapping.{tier.name}.pipeline = {tier.size}"
+        )
 
 
 def check_shares(cluster: Cluster, plan: Plan, layout: Layout) -> None:

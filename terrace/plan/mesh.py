@@ -42,12 +42,14 @@ class Mesh:
     In axis arguments, "tensor" means columns and rows together, "context" Ulysses and ring. Meshes sort by the degrees
     of data, tensor, context and pipeline on the innermost tier, then by its columns and Ulysses ranks. `apart` is the
     second factoring of the same ranks, for expert stacks; None: stacks are sharded like other parameters. `tables` is
-    the factoring for tables whose rows are spread; None: tables are sharded like other parameters.
+    the factoring for tables whose rows are spread; None: tables are sharded like other parameters. `order` is
+    `Plan.order`; only ranks of whole stages are found by it.
     """
 
     degrees: tuple[tuple[int, ...], ...]
     apart: "Mesh | None" = None
     tables: "Mesh | None" = None
+    order: tuple[int, ...] = ()
 
     @staticmethod
     def of(cluster: "Cluster", plan: "Plan") -> "Mesh":
@@ -56,13 +58,13 @@ class Mesh:
         for tier in cluster.tiers:
             degrees = tier_degrees(plan.mapping.get(tier.name, {"data": tier.size}))
             found.append(tuple([degrees.get(axis, 1) for axis in ORDER]))
-        mesh = _interned(tuple(found))
+        mesh = _interned(tuple(found), None, None, plan.order)
         if not plan.experts and not plan.vocabulary:
             return mesh
         tiers = [tier.name for tier in cluster.tiers]
         apart = mesh.factored([plan.experts.get(name, {}) for name in tiers]) if plan.experts else None
         rows = [{"expert": plan.vocabulary.get(name, 1)} for name in tiers]
-        return _interned(mesh.degrees, apart, mesh.factored(rows) if plan.vocabulary else None)
+        return _interned(mesh.degrees, apart, mesh.factored(rows) if plan.vocabulary else None, plan.order)
 
     def factored(self, rows: "Sequence[Mapping[str, int]]") -> "Mesh":
         """Factor the ranks of a stage by `rows`, degrees of axes by tier; the data axis takes the remaining ranks."""
@@ -307,7 +309,26 @@ class Mesh:
 
     def stage(self, rank: int) -> int:
         """Pipeline stage of a rank; stages are numbered with the innermost tier varying fastest."""
-        return self.group_rank(rank, PIPELINE)
+        place = self.group_rank(rank, PIPELINE)
+        if not self.order:
+            return place
+        member, inside = divmod(place, self.stages_inside)
+        return self.order.index(member) * self.stages_inside + inside
+
+    @property
+    def stages_inside(self) -> int:
+        """Pipeline stages of a member of the outermost tier."""
+        return self.total("pipeline") // self.group("pipeline")[-1]
+
+    def boundary(self, stage: int, other: int) -> int | None:
+        """Index of the boundary between two neighbouring members of a pipeline across the outermost tier.
+
+        None for stages of one member. The last member's with the first is numbered after all others.
+        """
+        one, two = sorted((stage // self.stages_inside, other // self.stages_inside))
+        if one == two:
+            return None
+        return one if two == one + 1 else self.group("pipeline")[-1] - 1
 
     def edge_tier(self, stage: int, other: int) -> int:
         """Index of the outermost tier that a message between two stages crosses."""
@@ -326,6 +347,9 @@ class Mesh:
 @lru_cache(maxsize=4096)
 def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
     # Move along the pipeline axis only, tier by tier.
+    if mesh.order:
+        group, inside = divmod(stage, mesh.stages_inside)
+        stage = mesh.order[group] * mesh.stages_inside + inside
     for tier, degree in enumerate(mesh.group(*PIPELINE)):
         stage, place = divmod(stage, degree)
         rank = mesh.peers(rank, tier, PIPELINE)[place]
@@ -333,9 +357,14 @@ def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _interned(degrees: tuple[tuple[int, ...], ...], apart: Mesh | None = None, tables: Mesh | None = None) -> Mesh:
+def _interned(
+    degrees: tuple[tuple[int, ...], ...],
+    apart: Mesh | None = None,
+    tables: Mesh | None = None,
+    order: tuple[int, ...] = (),
+) -> Mesh:
     # The planner requests the same few meshes many times, and a mesh caches its derived values.
-    return Mesh(degrees, apart, tables)
+    return Mesh(degrees, apart, tables, order)
 
 
 @lru_cache(maxsize=4096)

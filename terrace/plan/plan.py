@@ -7,7 +7,16 @@ from typing import Any, Literal
 from terrace.plan.keep import ALL_ON_DEVICE, Keep
 from terrace.plan.outer import ONE_ISLAND, Outer
 from terrace.plan.update import Update
-from terrace.plan.wire import CODES, OF_PARAMETERS, OF_STATES, MessageClass, WireFormat, parse_format
+from terrace.plan.wire import (
+    BETWEEN,
+    CODES,
+    OF_PARAMETERS,
+    OF_STATES,
+    MessageClass,
+    WireFormat,
+    by_boundary,
+    parse_format,
+)
 
 AXES = ("data", "tensor", "context", "pipeline")
 EXPERT_CHUNKS = ("forward", "backward", "ahead")  # of `Plan.expert_chunks`
@@ -101,23 +110,37 @@ class Plan:
     stages: tuple[int, ...] = ()  # blocks per virtual stage, in model order; empty: balanced by predicted time
     # Micro-batches of a step on each rank of each member of the outermost tier (terrace.plan.members); empty: equal
     shares: tuple[int, ...] = field(default=(), metadata={"absent": ()})
+    # Member of the outermost tier that has the first, second, ... stages of a pipeline across it; empty: in their order
+    order: tuple[int, ...] = field(default=(), metadata={"absent": ()})
     # The tier that is not synchronised every step, and how its islands exchange; None: all tiers are synchronised
     outer: Outer = field(default=ONE_ISLAND, metadata={"absent": ONE_ISLAND})
     # The states that are kept below the device between their uses
     keep: Keep = field(default=ALL_ON_DEVICE, metadata={"absent": ALL_ON_DEVICE})
 
-    def wire_format(self, message: MessageClass, tier: str, *, coded: bool = False) -> WireFormat:
+    def wire_format(
+        self, message: MessageClass, tier: str, *, coded: bool = False, boundary: int | None = None
+    ) -> WireFormat:
         """Format in which `message` crosses `tier`. Raises `PlanError` for an unknown format.
 
-        `coded`: the message carries matrices held as 8-bit codes, if the plan has any.
+        `coded`: the message carries matrices held as 8-bit codes, if the plan has any. `boundary` is that between two
+        members that a message between stages crosses; without it the widest format of all boundaries is returned.
         """
         default = self.messages if self.messages is not None and message in OF_STATES else self.compute
         name = self.wire.get(message.value, {}).get(tier, default)
+        if BETWEEN in name:
+            if boundary is None:
+                return max(self.wire_formats(message, tier), key=lambda each: each.message_bytes(1 << 20))
+            name = by_boundary(name)[boundary]
         if message in OF_PARAMETERS and self.shares_scales:
             if coded:
                 return CODES
             name = default if name == CODES.name else name
         return parse_format(name)
+
+    def wire_formats(self, message: MessageClass, tier: str) -> tuple[WireFormat, ...]:
+        """The formats in which `message` crosses `tier`: one, or that of each boundary."""
+        name = self.wire.get(message.value, {}).get(tier, "")
+        return tuple(map(parse_format, by_boundary(name))) if BETWEEN in name else (self.wire_format(message, tier),)
 
     @property
     def shares_scales(self) -> bool:

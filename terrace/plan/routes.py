@@ -173,7 +173,7 @@ def coded_messages(layout: "Layout", plan: Plan, *, lossy: bool = False) -> tupl
             continue
         # `layout` does not join the ranks of classes inside blocks or between stages.
         tiers = (tier for tier in crossed_tiers(layout, message) if message not in ROUTES or layout.degrees[tier] > 1)
-        wires = (plan.wire_format(message, layout.tiers[tier]) for tier in tiers)
+        wires = (wire for tier in tiers for wire in plan.wire_formats(message, layout.tiers[tier]))
         if any(wire.block and not (lossy and wire.packed) for wire in wires):
             found.append(message)
     return tuple(found)

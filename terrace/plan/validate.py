@@ -14,7 +14,7 @@ from terrace.plan.context_rules import why_whole
 from terrace.plan.keep_rules import check_keep
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mapping_rules import check_table
-from terrace.plan.members import check_shares, num_shared_micros
+from terrace.plan.members import check_order, check_shares, num_shared_micros
 from terrace.plan.mesh import Mesh, tier_degrees
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, Plan
@@ -35,6 +35,7 @@ LONGEST_ROUNDED_UNIT = 8
 def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layout:
     """Check a plan and return its settled layout. Raises `PlanError` for the first broken rule."""
     _check_mapping(cluster, plan)
+    check_order(cluster, plan)
     check_outer_tier(cluster, plan.outer)
     check_vocabulary_tiers(cluster, plan)
     try:

@@ -9,6 +9,9 @@ take. A plan's table `wire.<class>.<tier> = "<format>"` combines them. A format 
     topk [:N] [+feedback]                    the largest 1/N of the elements of every block of 4096, in 4 bits
     packed [:BLOCK]                          bf16 in 12.25 bits, of which every bit comes back
 
+Messages between stages may have one for each boundary between two members of the outermost tier, in the order of the
+stages: "bf16, int4, bf16" for four members in a pipeline.
+
 A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of all
 elements, then zeros up to a multiple of 16 bytes:
 
@@ -129,6 +132,7 @@ SECTION = 256  # elements: an index into a section and its number of kept elemen
 # Below 32, more than 255 elements of a section could be kept, and int4 is hardly larger; above 1024, 8 blocks are not a
 # multiple of 16 bytes (terrace.plan.gaps).
 _KEPT_OF = tuple(1 << power for power in range(5, 11))
+BETWEEN = ","  # formats of two boundaries
 MESSAGE_ALIGNMENT = 16  # bytes: rows of messages stay aligned for vector loads
 _BLOCKS = range(16, 4096 + 1)
 _PACKED_BLOCKS = tuple(1 << power for power in range(4, 8))  # a block's number of listed exponents fits a byte
@@ -194,6 +198,11 @@ FORMATS = {
 # For matrices held as 8-bit codes (terrace.plan.products), which are sent unchanged.
 CODES = WireFormat("fp8", "e4m3", 8, 3)
 COUNT_FORMAT = WireFormat("int64", "int64", 64, 63)  # for exact counts; plans cannot name it
+
+
+def by_boundary(text: str) -> tuple[str, ...]:
+    """The formats of each boundary between members, of one that applies to all a single one."""
+    return tuple(part.strip() for part in text.split(BETWEEN))
 
 
 @lru_cache(maxsize=256)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from terrace.base.errors import PlanError, did_you_mean
+from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
@@ -20,6 +21,7 @@ from terrace.plan.wire import (
     ROUTED_ROWS,
     ROUTES,
     MessageClass,
+    by_boundary,
     parse_format,
 )
 
@@ -42,12 +44,35 @@ def check_wire(plan: Plan, layout: Layout) -> None:
                 raise PlanError(
                     f"wire.{message} names tier {tier!r}, which is not in the cluster{did_you_mean(tier, tiers)}"
                 )
-            check_format(plan, MessageClass(message), tier, name)
+            names = by_boundary(name)
+            if len(names) > 1:
+                _check_boundaries(layout, MessageClass(message), tier, name)
+            for each in names:
+                check_format(plan, MessageClass(message), tier, each)
             _check_crosses(plan, layout, MessageClass(message), tier)
     for sums in CHANGES:
         _check_sparse_sums(plan, layout, sums)
     if plan.shares_scales:
         _check_codes(plan)
+
+
+def _check_boundaries(layout: Layout, message: MessageClass, tier: str, text: str) -> None:
+    assert layout.mesh is not None, "layouts of plans have a mesh"
+    size, outermost = layout.mesh.group("pipeline")[-1], layout.tiers[-1]
+    here = f"wire.{message.value}.{tier} = {text!r}"
+    if message not in BETWEEN_STAGES:
+        allowed = " and ".join(each.value for each in BETWEEN_STAGES)
+        raise PlanError(f"{here}: only messages between stages ({allowed}) have formats by boundary; write one format")
+    if tier != outermost or size == 1:
+        raise PlanError(
+            f"{here}: formats by boundary are for the members of the outermost tier {outermost!r}, where a pipeline "
+            "crosses it; write one format"
+        )
+    if (number := len(by_boundary(text))) != size - 1:
+        raise PlanError(
+            f"{here} names {number} formats, and a pipeline over {size} members crosses "
+            f"{counted(size - 1, 'boundary')}: name one for each, in the order of the stages"
+        )
 
 
 def _check_codes(plan: Plan) -> None:

@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
@@ -16,6 +17,7 @@ from terrace.plan.members import ranks_of_member, stage_clusters
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
 from terrace.planner.evaluate import step_of
+from terrace.planner.member_stages import Formats, best_pipeline
 from terrace.planner.ranking import Estimate
 from terrace.planner.task import Task
 from terrace.simulate.step import Prediction, Step, idle_s, predict_alike, predict_step
@@ -67,14 +69,14 @@ def least_shares(total: int, seconds: Sequence[Seconds]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def deal(task: Task, plan: Plan, estimate: Estimate) -> Deal:
+def deal(task: Task, plan: Plan, estimate: Estimate, formats: Formats = MappingProxyType({})) -> Deal:
     """`plan` with the best shares of the members of `task`'s cluster; `estimate` is of equal shares.
 
-    Its micro-batch may be cut, so that shares come nearer to the members' speeds. Raises `PlanError` for a plan that
-    cannot have shares.
+    Its micro-batch may be cut, so that shares come nearer to the members' speeds. A pipeline of members may use
+    `formats` between them. Raises `PlanError` for a plan that cannot have shares.
     """
     if stage_clusters(task.cluster, plan):
-        return _staged(task, plan, estimate)
+        return _staged(task, plan, estimate, formats)
     even, deals = step_of(task, plan), list[Deal]()
     even_s, error = predict_step(even).step_s, PlanError("no micro-batch")
     for size in range(plan.micro_batch, 0, -1):
@@ -119,10 +121,10 @@ def dealt_anew(step: Step) -> tuple[tuple[int, ...], float, float]:
     return shares, predict_step(step).step_s, predict_step(dealt).step_s
 
 
-def _staged(task: Task, plan: Plan, estimate: Estimate) -> Deal:
-    """A pipeline of unequal members, whose blocks are divided by their speeds."""
+def _staged(task: Task, plan: Plan, estimate: Estimate, formats: Formats) -> Deal:
+    """A pipeline of unequal members: its order, its blocks by their speeds, formats by their links."""
     even = predict_step(step_of(task, plan))
-    found = predict_step(step_of(task, replace(plan, stages=())))
+    found = best_pipeline(task, plan, formats)
     return Deal(
         task=task,
         plan=found.step.plan,
@@ -145,12 +147,14 @@ def _estimate(estimate: Estimate, found: Prediction, num_micros: int) -> Estimat
     )
 
 
-def best_deal(task: Task, plans: Iterable[tuple[Plan, Estimate]], most_s: float) -> Deal | None:
+def best_deal(
+    task: Task, plans: Iterable[tuple[Plan, Estimate]], most_s: float, formats: Formats = MappingProxyType({})
+) -> Deal | None:
     """The fastest of `plans` with their best shares; None if no step of them is shorter than `most_s`."""
     found: Deal | None = None
     for plan, estimate in plans:
         with suppress(PlanError):
-            each = deal(task, plan, estimate)
+            each = deal(task, plan, estimate, formats)
             if each.estimate.step_s < most_s:
                 found, most_s = each, each.estimate.step_s
     return found

@@ -26,8 +26,8 @@ def message_of(
         tier = model.mesh.edge_tier(stage.index, instruction.peer)
         return stage_message(message_class, tier, tie_bytes(model.flats[block], model.plan.sums))
     if instruction.peer >= 0:
-        tier, received = model.mesh.edge_tier(stage.index, instruction.peer), instruction.op is Op.RECV
-        return model.message_of_edge(tier, backward=instruction.backward, received=received)
+        received, backward = instruction.op is Op.RECV, instruction.backward
+        return model.message_of_edge(stage.index, instruction.peer, backward=backward, received=received)
     # Control numbers are summed over all stages, not over the ranks of a block.
     if message_class is MessageClass.CONTROL:
         # A training step stays inside an island; an evaluation spans all islands.
@@ -42,4 +42,4 @@ def message_of(
 
 def edge_hop(model: "ShardedModel", stage: Stage, instruction: Instruction) -> Hop:
     """The hop of a SEND or RECV, over the outermost tier between the two stages."""
-    return model.edge_hop(model.mesh.edge_tier(stage.index, instruction.peer), backward=instruction.backward)
+    return model.edge_hop(stage.index, instruction.peer, backward=instruction.backward)

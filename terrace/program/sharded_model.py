@@ -164,16 +164,17 @@ class ShardedModel:
             self._of_blocks[key] = message_in_gaps(found, self.plan, self.flats[block]) if in_gaps else found
         return self._of_blocks[key]
 
-    def edge_hop(self, tier: int, *, backward: bool) -> Hop:
-        """The hop of an activation, or of a gradient if `backward`, between two stages across `tier`."""
-        wire = self.plan.wire_format(BETWEEN_STAGES[backward], self.layout.tiers[tier])
-        return Hop(tier, 2, wire, self.edge.numel)
+    def edge_hop(self, stage: int, peer: int, *, backward: bool) -> Hop:
+        """The hop of an activation, or of a gradient if `backward`, between two stages."""
+        tier, boundary = self.mesh.edge_tier(stage, peer), self.mesh.boundary(stage, peer)
+        message, name = BETWEEN_STAGES[backward], self.layout.tiers[tier]
+        return Hop(tier, 2, self.plan.wire_format(message, name, boundary=boundary), self.edge.numel)
 
-    def message_of_edge(self, tier: int, *, backward: bool, received: bool) -> Message:
-        """Message of a SEND, or of a RECV if `received`; the same for all pairs of stages with this tier."""
-        key = tier, backward, received
+    def message_of_edge(self, stage: int, peer: int, *, backward: bool, received: bool) -> Message:
+        """Message of a SEND, or of a RECV if `received`; the same for all pairs of stages at one boundary or tier."""
+        key = self.mesh.edge_tier(stage, peer), self.mesh.boundary(stage, peer), backward, received
         if key not in self._of_edges:
-            hop, message_class = self.edge_hop(tier, backward=backward), BETWEEN_STAGES[backward]
+            hop, message_class = self.edge_hop(stage, peer, backward=backward), BETWEEN_STAGES[backward]
             self._of_edges[key] = edge_message(message_class, hop, self.plan.compute, received=received)
         return self._of_edges[key]
 
@@ -213,7 +214,7 @@ class ShardedModel:
         return {}
 
     @cached_property
-    def _of_edges(self) -> dict[tuple[int, bool, bool], Message]:
+    def _of_edges(self) -> dict[tuple[int, int | None, bool, bool], Message]:
         return {}
 
     @cached_property

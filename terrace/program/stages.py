@@ -9,6 +9,7 @@ from terrace.base.errors import PlanError
 from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Group, Pass, Stage
+from terrace.plan.wire import BETWEEN, BETWEEN_STAGES, by_boundary
 from terrace.program.schedules.orders import Orders, StageTask
 from terrace.program.schedules.registry import in_rounds, orders_for, schedule_names, takes
 from terrace.program.schedules.seconds import TaskSeconds
@@ -50,6 +51,7 @@ def make_stages(
     ties = _ties(blocks, runs_on)
     alone: dict[StageTask, Group] = {}  # groups of one task, which stages share
     stages = [_stage(plan, orders, stage, chunks, holders, ties, alone) for stage in range(num_stages)]
+    _check_boundaries(plan, stages)
     # All stages learn all pairs: process groups are made collectively, in one order on every rank.
     pairs = {
         (min(stage.index, peer), max(stage.index, peer))
@@ -58,6 +60,19 @@ def make_stages(
         if peer is not None
     }
     return tuple(replace(stage, pairs=tuple(sorted(pairs))) for stage in stages)
+
+
+def _check_boundaries(plan: Plan, stages: Sequence[Stage]) -> None:
+    """Raise `PlanError` for formats by boundary where the schedule sends from the last member to the first."""
+    for message in BETWEEN_STAGES:
+        for tier, text in plan.wire.get(message.value, {}).items():
+            inside = len(stages) // (len(by_boundary(text)) + 1)
+            peers = ((each.index, peer) for each in stages for peer in (*each.onward, *each.back) if peer is not None)
+            if BETWEEN in text and any(abs(one // inside - other // inside) > 1 for one, other in peers):
+                raise PlanError(
+                    f"wire.{message.value}.{tier} = {text!r} has formats by boundary, and schedule {plan.schedule!r} "
+                    "also sends from the last member to the first: write one format, or a schedule of one chunk, 1f1b"
+                )
 
 
 def plan_orders(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from terrace.base.repeated import Repeated
 from terrace.base.words import counted
 from terrace.plan.recompute import WHOLE
-from terrace.plan.wire import MessageClass
+from terrace.plan.wire import BETWEEN_STAGES, MessageClass
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.program import Program
 
@@ -41,6 +41,8 @@ def _lines(program: Program, positions: range) -> Iterator[str]:
 
 def _formats(program: Program, instruction: Instruction, tier: str) -> str:
     message = program.message(instruction)
+    if message.message_class in BETWEEN_STAGES:
+        return program.edge_hop(instruction).wire.name
     if instruction.block < 0 or not any(flat.is_coded for flat in program.model.flats[instruction.block]):
         return program.plan.wire_format(message.message_class, tier).name
     # Codes, and the block's other parameters.

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from terrace.base.words import counted, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.members import Member
+from terrace.plan.wire import BETWEEN_STAGES
 
 if TYPE_CHECKING:  # commands that show a cluster need no planner
     from terrace.planner.members import Deal
@@ -32,8 +33,12 @@ def unequal_words(cluster: Cluster, deal: "Deal | None") -> str:
         )
     shares, longest_s = deal.plan.shares, max(deal.waits_s)
     if not shares:
+        more = f", order = {list(deal.plan.order)}" if deal.plan.order else ""
+        for message in BETWEEN_STAGES:
+            name = deal.plan.wire.get(message.value, {}).get(tier.name, "")
+            more += f", wire.{message.value}.{tier.name} = {name!r}" if name else ""
         return (
-            f"stages = {list(deal.plan.stages)} of a pipeline of the {counted(tier.size, 'member')} of tier "
+            f"stages = {list(deal.plan.stages)}{more} of a pipeline of the {counted(tier.size, 'member')} of tier "
             f"{tier.name}: step {seconds(deal.estimate.step_s)}, with the stages of equal members "
             f"{seconds(deal.even_s)}, so {deal.gain:.2f} times the tokens a second"
         )

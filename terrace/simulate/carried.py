@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from terrace.base.collection import no_collection
 from terrace.cluster.cluster import Cluster
-from terrace.plan.members import stage_clusters
+from terrace.plan.members import boundary_links, stage_clusters
 from terrace.plan.outer import NO_EXCHANGE
 from terrace.program.period import Period, Turn
 from terrace.program.phase import Phase
@@ -254,14 +254,27 @@ def stage_costs(programs: Sequence[Program], work: Work | Sequence[float], known
 def _costs_apart(programs: Sequence[Program], clusters: Sequence[Cluster], work: Work | Sequence[float]) -> list[Costs]:
     """Costs of stages that run on unequal members."""
     priced: dict[Cluster, Costs] = {}
-    found = []
+    found, links = [], boundary_links(programs[0].cluster, programs[0].plan)
     for program, cluster in zip(programs, clusters, strict=True):
         if cluster not in priced:
             model = replace(program.model, cluster=cluster)
             priced[cluster] = step_costs(replace(programs[0], model=model), work)
         costs = priced[cluster]
         own = replace(program, model=costs.program.model)
-        found.append(costs.of_stage(own, update_seconds(own) if isinstance(work, Work) else costs.update_s))
+        update_s = update_seconds(own) if isinstance(work, Work) else costs.update_s
+        found.append(costs.of_stage(own, update_s, _linked(program, cluster, links)))
+    return found
+
+
+def _linked(program: Program, cluster: Cluster, links: Sequence[tuple[float, float]]) -> dict[int, Cluster]:
+    """By stage of another member to which a stage sends: its cluster with the link between the two members."""
+    found, (*inner, tier) = {}, cluster.tiers
+    for other in {other for pair in program.stage.pairs for other in pair} - {program.stage.index}:
+        boundary = program.mesh.boundary(program.stage.index, other)
+        if boundary is not None:
+            bandwidth, latency_s = links[boundary]
+            link = replace(tier, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
+            found[other] = replace(cluster, tiers=(*inner, link))
     return found
 
 

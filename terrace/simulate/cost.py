@@ -15,9 +15,10 @@ are sent one at a time. Messages inside a block are priced by `terrace.simulate.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from terrace.base.errors import PlanError
@@ -72,6 +73,8 @@ class Costs:
     routed: tuple[RoutedSeconds, ...] = ()  # of each block between its routed messages; empty: none are sent
     operations_s: tuple[float, ...] = ()  # of each block, what is recomputed where not all of it is; empty: nothing
     drains: bool = False  # whether refreshes end before the next step begins, as another model then runs
+    # Cluster with the link to another stage's member, by that stage, where it is another than the cluster's
+    links: Mapping[int, Cluster] = field(default_factory=dict, hash=False)
 
     def recompute_s(self, block: int) -> float:
         """Seconds of recomputation in a block's backward."""
@@ -139,11 +142,14 @@ class Costs:
         cluster, message = self.program.cluster, self.program.message(instruction)
         # A message between stages is priced on the outermost tier that it crosses, plus coding and decoding.
         ((tier, num_bytes),) = message.sends
-        return _with_coding(cluster, message.coding_bytes, [(send_s(cluster, tier, num_bytes), tier)])
+        link = self.links.get(instruction.peer, cluster)
+        return _with_coding(cluster, message.coding_bytes, [(send_s(link, tier, num_bytes), tier)])
 
-    def of_stage(self, program: "Program", update_s: tuple[float, ...]) -> "Costs":
+    def of_stage(
+        self, program: "Program", update_s: tuple[float, ...], links: Mapping[int, Cluster] = MappingProxyType({})
+    ) -> "Costs":
         """Costs of another stage's program, with the same cost per block; caches of prices are shared."""
-        found = replace(self, program=program, update_s=update_s)
+        found = replace(self, program=program, update_s=update_s, links=links)
         vars(found).update(_prices=self._prices, _waits=self._waits, _collectives=self._collectives, passes=self.passes)
         return found
 

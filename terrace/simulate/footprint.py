@@ -166,7 +166,7 @@ def _add_edges(steady: dict[str, int], plan: Plan, tiers: Sequence[str], work: W
     # Tensor ranks each send their shard of an activation.
     numel = work.tokens * work.layer.hidden.numel // work.tensor
     steady["buffers"] += edge_buffers(plan, tiers, numel)
-    if any(plan.wire_format(MessageClass.PIPELINE_BACKWARD, tier).feedback for tier in tiers):
+    if any(wire.feedback for tier in tiers for wire in plan.wire_formats(MessageClass.PIPELINE_BACKWARD, tier)):
         # A chunk begins after a gap in the block indexes, and sends a gradient back; the largest feedback counts.
         begins = sum(block > 0 and block - 1 not in held for block in held)
         steady["feedback"] += begins * edge_feedback_bytes(numel)

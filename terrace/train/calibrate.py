@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from terrace.cluster.below import Mark, Medium
 from terrace.cluster.cluster import Cluster, Kernels, Tier
-from terrace.cluster.members import Member
+from terrace.cluster.members import Member, slowest_link
 from terrace.comm import codecs
 from terrace.comm.collectives import DTYPES
 from terrace.comm.exchange import all_gather
@@ -147,16 +147,42 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
     ]
     if plan.shares or tiers[-1].members:
         flops_per_s = everyone[:, list(own).index("flops")].reshape(tiers[-1].size, -1).mean(1) / mean["flops"]
-        tiers[-1] = replace(tiers[-1], members=tuple(Member(speed=speed) for speed in flops_per_s.tolist()))
+        tiers[-1] = replace(
+            tiers[-1], members=_members(cluster.tiers[-1], flops_per_s.tolist(), _scale(cluster, engine.comm.pacer))
+        )
     return replace(cluster, device=device, tiers=tuple(tiers))
+
+
+def _members(tier: Tier, speeds: Sequence[float], scale: float) -> tuple[Member, ...]:
+    """Members of these speeds, with the links that the cluster's file gives them: a run measures all links at once."""
+    given = [each for each in tier.members or (Member(count=tier.size),) for _ in range(each.count)]
+    return tuple(
+        Member(
+            speed=speed,
+            bandwidth_bytes_per_s=each.bandwidth_bytes_per_s and scale * each.bandwidth_bytes_per_s,
+            latency_s=each.latency_s and each.latency_s / scale,
+        )
+        for each, speed in zip(given, speeds, strict=True)
+    )
+
+
+def _scale(cluster: Cluster, pacer: Pace) -> float:
+    """Rates of paced links over the cluster's; 1 without a pace."""
+    tier = cluster.alike[0][0].tiers[-1]
+    if not pacer.is_limited:
+        return 1.0
+    byte_s = pacer.least_s(tier.name, 1) - pacer.least_s(tier.name, 0)
+    return 1 / (byte_s * tier.bandwidth_bytes_per_s)
 
 
 def _measured(tier: Tier, latency_s: float, bandwidth_bytes_per_s: float, pacer: Pace) -> Tier:
     if pacer.is_limited:  # the measurement saw the link without the pace
-        latency_s = max(latency_s, pacer.least_s(tier.name, 0))
-        bandwidth_bytes_per_s = min(
-            bandwidth_bytes_per_s, 1 / (pacer.least_s(tier.name, 1) - pacer.least_s(tier.name, 0))
-        )
+        # That of the slowest member; the tier's own link holds for members that have none.
+        slowest, latest_s = slowest_link(tier.members, tier.bandwidth_bytes_per_s, tier.latency_s)
+        own = tier.bandwidth_bytes_per_s / slowest, tier.latency_s / latest_s if latest_s else 1.0
+        latency_s = max(latency_s, own[1] * pacer.least_s(tier.name, 0))
+        byte_s = pacer.least_s(tier.name, 1) - pacer.least_s(tier.name, 0)
+        bandwidth_bytes_per_s = min(bandwidth_bytes_per_s, own[0] / byte_s)
     return replace(
         tier,
         latency_s=latency_s,
@@ -211,7 +237,8 @@ def _codec_bytes_per_s(engine: Engine) -> float:
         wire
         for message in coded_messages(engine.program.layout, plan)
         for tier in cluster.tiers
-        if (wire := plan.wire_format(message, tier.name)).block
+        for wire in plan.wire_formats(message, tier.name)
+        if wire.block
     }
     if not wires:
         return 0.0

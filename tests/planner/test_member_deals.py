@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise, permutations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +17,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.planner.evaluate import step_of
 from terrace.planner.members import deal, least_shares, slowest
-from terrace.planner.ranking import Estimate
+from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
@@ -131,16 +133,60 @@ def test_stages_follow_the_speeds_of_three_members() -> None:
     task, plan, estimate = found(cluster, pipeline(cluster), 12, model=DEEP)
     even = replace(plan, stages=(5, 5, 4))
     chosen = deal(task, even, estimate)
-    stages = chosen.plan.stages
-    assert stages[0] > stages[1] > stages[2]
+    stages, order = chosen.plan.stages, chosen.plan.order or (0, 1, 2)
+    fast, middle, slow = (stages[order.index(member)] for member in range(3))
+    assert fast > middle > slow
     assert chosen.gain > 1.25
     steps = [
-        predict_step(step_of(task, replace(plan, stages=each))).step_s
+        predict_step(step_of(task, replace(plan, stages=each, order=order))).step_s
         for each in partitions(14, 3)
         if abs(each[0] - stages[0]) + abs(each[1] - stages[1]) <= 2
     ]
     assert chosen.estimate.step_s == pytest.approx(min(steps), rel=0.03)
     assert chosen.estimate.step_s <= predict_step(step_of(task, even)).step_s
+
+
+LINKS = (None, None, 2e6, None)  # bytes/s
+
+
+def linked(*speeds: float) -> Cluster:
+    cluster = unequal(*speeds)
+    *inner, tier = cluster.tiers
+    members = zip(tier.members, LINKS, strict=True)
+    slow = tuple(replace(member, bandwidth_bytes_per_s=link) for member, link in members)
+    return replace(cluster, tiers=(*inner, replace(tier, members=slow)))
+
+
+def test_the_chosen_order_is_the_best_of_all_and_slow_boundaries_are_coded_just_enough() -> None:
+    """Four members, one with a slow link; every order is predicted, and every choice of two formats in that chosen."""
+    cluster = linked(1.0, 0.5, 0.8, 0.6)
+    task, plan, estimate = found(cluster, pipeline(cluster), 12, model=DEEP)
+
+    def step_s(**changes: Any) -> float:
+        return predict_step(step_of(task, replace(plan, stages=(), **changes))).step_s
+
+    plain = deal(task, plan, estimate)
+    assert plain.estimate.step_s == pytest.approx(min(step_s(order=order) for order in permutations(range(4))))
+    assert plain.plan.wire == {}
+    assert plain.plan.order
+    names = ("fp32", "int8", "int4")
+    allowed = {"pipeline": names, "pipeline_backward": names}
+    coded = deal(task, plan, estimate, allowed)
+    assert coded.estimate.step_s < 0.8 * plain.estimate.step_s
+    order = coded.plan.order
+    slow = [number for number, pair in enumerate(pairwise(order)) if 2 in pair]
+    formats = {message: [*map(str.strip, coded.plan.wire[message]["node"].split(","))] for message in allowed}
+    least_s = step_s(order=order, wire={each: {"node": "int4"} for each in allowed})
+    for message, own in formats.items():
+        widths = [names.index(name) for name in own]
+        assert max(width for number, width in enumerate(widths) if number not in slow) < max(widths)
+        # A wider format of any boundary makes the step longer.
+        for number, name in enumerate(own):
+            for wider in names[: names.index(name)]:
+                tried = {**formats, message: [*own[:number], wider, *own[number + 1 :]]}
+                wire = {each: {"node": ", ".join(row)} for each, row in tried.items()}
+                assert step_s(order=order, wire=wire) > (1 + TIE) * least_s
+    assert coded.estimate.step_s <= (1 + TIE) * least_s
 
 
 @given(

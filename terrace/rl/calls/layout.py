@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
+from terrace.plan.mesh import CONTEXT, TENSOR, Mesh
 from terrace.plan.plan import Plan
 from terrace.program.stages import num_virtual, plan_orders
 from terrace.rl.calls.call import Call
@@ -55,7 +55,7 @@ class RoleLayout:
         heads = [
             rank
             for rank in range(world)
-            if mesh.group_rank(rank, (*TENSOR, *CONTEXT)) == 0 and mesh.group_rank(rank, PIPELINE) == logits
+            if mesh.group_rank(rank, (*TENSOR, *CONTEXT)) == 0 and mesh.stage(rank) == logits
         ]
         answering = tuple(sorted(heads, key=data.__getitem__))
         shares, sources = {"data": data}, {"data": answering}
