@@ -73,6 +73,8 @@ RUNS = (
         "members --pipeline --quotas 0.6 0.3 0.3 --layers 12 --sequence 128 --rounds 5",
         needs_root=True,
     ),
+    Run("following", "following --rounds 2 --micros 6 --sequence 48 --steps 45", needs_root=True),
+    Run("boundaries", "boundaries --rounds 2"),
     Run("assign", "assign --gpus 8 128"),
     Run("feeding", "feeding"),
     Run("generation", "generation"),

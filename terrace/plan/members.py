@@ -198,6 +198,9 @@ def num_shared_micros(plan: Plan, layout: Layout, batch: int) -> int:
             f"shares = {list(plan.shares)} are of {counted(len(plan.shares), 'member')}, and the plan has "
             f"{counted(layout.data_degree, 'data rank')}: give the number of micro-batches of each member"
         )
+    members = len(plan.shares) if layout.mesh is None else layout.mesh.group("data")[-1]
+    if 1 < members != len(plan.shares):
+        raise _wrong_number(plan, layout.tiers[-1], members)
     dealt = sum(plan.shares) * ranks * plan.micro_batch
     if dealt != batch:
         wanted, rest = divmod(batch, ranks * plan.micro_batch)
@@ -213,10 +216,14 @@ def num_shared_micros(plan: Plan, layout: Layout, batch: int) -> int:
 def _check_number(cluster: Cluster, plan: Plan) -> None:
     tier = cluster.tiers[-1]
     if plan.shares and len(plan.shares) != tier.size:
-        raise PlanError(
-            f"shares = {list(plan.shares)}: the outermost tier {tier.name!r} has {counted(tier.size, 'member')}: give "
-            "the number of micro-batches of each"
-        )
+        raise _wrong_number(plan, tier.name, tier.size)
+
+
+def _wrong_number(plan: Plan, tier: str, members: int) -> PlanError:
+    return PlanError(
+        f"shares = {list(plan.shares)}: the outermost tier {tier!r} has {counted(members, 'member')}: give the number "
+        "of micro-batches of each"
+    )
 
 
 def _check_axes(cluster: Cluster, plan: Plan, here: str) -> None:

@@ -129,6 +129,15 @@ def num_virtual(plan: Plan, num_stages: int) -> int:
     return num_stages * (_chunks(plan, number) if "num_chunks" in takes(name) else _own_chunks(name))
 
 
+def stages_of(plan: Plan, blocks: Sequence[BlockSpec], num_stages: int, sequence: int) -> list[int]:
+    """The stage of every virtual stage under a plan's schedule, in model order."""
+    if num_virtual(plan, num_stages) == num_stages:
+        return list(range(num_stages))
+    # A step of a few micro-batches has the placement of all.
+    orders = plan_orders(plan, blocks, num_stages, num_stages * plan.unit, sequence, (), math.inf)
+    return [stage for stage, _ in orders.holders()]
+
+
 def blocks_by_stage(stages: Sequence[Stage]) -> tuple[int, ...]:
     """Number of blocks of every virtual stage, in model order, as `plan.stages` has them."""
     chunks = sorted((chunk for stage in stages for chunk in stage.chunks), key=lambda chunk: chunk.start)

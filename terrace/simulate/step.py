@@ -31,7 +31,7 @@ from terrace.program.program import Program
 from terrace.program.report import StepReport, declared_ahead, times_beside, with_beside
 from terrace.program.sharded_model import ShardedModel
 from terrace.program.shares import share, share_apart
-from terrace.program.stages import check_blocks, check_virtual, num_virtual, period
+from terrace.program.stages import check_blocks, check_virtual, num_virtual, period, stages_of
 from terrace.simulate.carried import stage_costs
 from terrace.simulate.chunks import plan_with_chunks
 from terrace.simulate.cost import Costs, step_costs
@@ -305,9 +305,11 @@ def best_stages(step: Step) -> tuple[int, ...]:
     # Model state bounds a virtual stage's share of the blocks.
     sizes = [sum(each.values()) for each in blocks_bytes(plan, step.model.flats)]
     room = cluster.device.usable_bytes * num_stages / virtual
-    if virtual == num_stages and (clusters := stage_clusters(cluster, plan)):
+    if clusters := stage_clusters(cluster, plan):
         of_members = {each: replace(step, cluster=each).costs for each in clusters}
-        apart = [[round(each_s / _UNIT_S) for each_s in _blocks_s(of_members[each])] for each in clusters]
+        own = {each: [round(each_s / _UNIT_S) for each_s in _blocks_s(costs)] for each, costs in of_members.items()}
+        # Each chunk of a member takes as long as those of others, so that all of its chunks do.
+        apart = [own[clusters[stage]] for stage in stages_of(plan, step.blocks, num_stages, step.sequence)]
         return tuple(map(len, share_apart(apart, sizes, room)))
     return tuple(map(len, share(seconds, virtual, sizes, room)))
 

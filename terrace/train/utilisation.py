@@ -107,17 +107,19 @@ def utilisation(
 ) -> Utilisation:
     """Inputs of a run's utilisation.
 
-    The peak is that of `cluster`'s device if the ranks run on such a device (`backend`); on a CPU only if it was
-    probed, since a rank's share of a CPU is otherwise unknown. Else it is the rate of a layer's forward at the start of
-    the run, taken from `measured`, the cluster with constants of this machine.
+    The peak, the mean where members differ, is that of `cluster`'s device if the ranks run on such a device
+    (`backend`); on a CPU only if it was probed, since a rank's share of a CPU is otherwise unknown. Else it is the rate
+    of a layer's forward at the start of the run, taken from `measured`, the cluster with constants of this machine.
     """
     device = cluster.device
     # A CPU's data-sheet peak says little about the share that a rank gets.
     is_own = backend == device.type and (backend == "cuda" or cluster.is_measured)
     if is_own or measured is cluster:
-        mark = device.marks.get(f"peak_flops_per_s.{plan.compute}", "preset")
-        origin = f"the {plan.compute} peak of {device.name}, {mark}"
-        peak = device.peak_flops_per_s[plan.compute]
+        mark, alike = device.marks.get(f"peak_flops_per_s.{plan.compute}", "preset"), cluster.alike
+        of = device.name if len(alike) == 1 else "a device, the mean over unequal members"
+        origin = f"the {plan.compute} peak of {of}, {mark}"
+        peaks = ((each.device.peak_flops_per_s[plan.compute], count) for each, count in alike)
+        peak = sum(peak * count for peak, count in peaks) / cluster.tiers[-1].size
     else:
         origin = "what a layer's forward reaches here, measured at the start"
         peak = measured.device.peak_flops_per_s[plan.compute]

@@ -54,6 +54,8 @@ def test_shares_add_up_to_the_batch() -> None:
     assert num_micro_batches(plan, layout, 8 * 4 * 2) == 5
     with pytest.raises(PlanError, match=r"together 64 sequences, and batch = 80: give shares that add up to 10, or"):
         num_micro_batches(plan, layout, 80)
+    with pytest.raises(PlanError, match=r"shares = \[5, 3, 1\]: the outermost tier 'system' has 2 members: give the"):
+        num_micro_batches(replace(plan, shares=(5, 3, 1)), layout, 80)
     with pytest.raises(PlanError, match=r"batch = 81: change the batch, or write batch = 64"):
         num_micro_batches(plan, layout, 81)
     with pytest.raises(PlanError, match=r"are of 9 members, and the plan has 8 data ranks: give the number of"):
