@@ -45,12 +45,21 @@ class Gauges(Hook):
             cut_other_stages(job.folder, program.stage.num_stages, first_step)
         self._loads = None
         if writes:
-            self._loads = LoadsFile(job.folder, stage, first_step, train.steps, train.known_every)
+            self._loads = LoadsFile(job.folder, stage, first_step, train.steps)
+        self._newest: list[StepDone] = []  # none or one
         self._before: dict[str, int] = {}
         self._sent()
 
+    def before(self, step: int) -> None:
+        if self._loads is not None and any(done.is_saved for done in self._newest):
+            self._loads.end()
+
+    def ended(self) -> None:
+        self.before(0)  # a stop leaves a checkpoint, too
+
     def stepped(self, done: StepDone) -> None:
         """Adds throughput, utilisation, bytes and memory to the figures of a step."""
+        self._newest[:] = [done]
         result, step_s, num_tokens = done.result, done.figures["step_s"], done.figures["num_tokens"]
         if self._loads is not None and result.loads is not None:
             self._loads.add(done.number, result.loads)

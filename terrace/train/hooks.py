@@ -16,7 +16,7 @@ class StepDone:
 
     `step` counts from 0. `problem` is set if the step was given up because a figure is not finite. `figures` are fields
     of the step's record, which `record` has once it is made. `best_step` is the one whose checkpoint is kept, and
-    `is_new_best` tells whether it is this step. `stop` ends the run.
+    `is_new_best` tells whether it is this step. `is_saved`: a checkpoint of it has begun. `stop` ends the run.
     """
 
     step: int
@@ -30,6 +30,7 @@ class StepDone:
     made: StepRecord | None = None
     best_step: int | None = None
     is_new_best: bool = False
+    is_saved: bool = False
     stop: Stop | None = None
 
     @property

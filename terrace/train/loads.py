@@ -32,15 +32,15 @@ class LoadsOfSteps:
 
 
 class LoadsFile:
-    """Writes the file of one stage: `NUM_PARTS` lines, plus one at each save, every `save_every` steps (0: none).
+    """Writes the file of one stage: `NUM_PARTS` lines, plus one at each save.
 
     On resume, lines of repeated steps are dropped. Raises `TrainingError` if the file cannot be written.
     """
 
-    def __init__(self, folder: Path, stage: int, first_step: int, num_steps: int, save_every: int = 0) -> None:
+    def __init__(self, folder: Path, stage: int, first_step: int, num_steps: int) -> None:
         self._path = folder / _name(stage)
         self._first, self._num_steps = first_step + 1, num_steps
-        self._every, self._save_every = math.ceil(num_steps / NUM_PARTS), save_every or num_steps
+        self._every, self._newest = math.ceil(num_steps / NUM_PARTS), first_step
         self._sums: dict[str, list[int]] = {}
         _cut(self._path, first_step)
 
@@ -49,11 +49,16 @@ class LoadsFile:
         for layer, counts in zip(loads.layers, loads.counts, strict=True):
             before = self._sums.get(layer, [0] * len(counts))
             self._sums[layer] = [a + b for a, b in zip(before, counts, strict=True)]
-        # A save ends a line's range, so that a resume from it keeps all earlier steps.
-        if step % self._every == 0 or step % self._save_every == 0 or step == self._num_steps:
+        self._newest = step
+        if step % self._every == 0 or step == self._num_steps:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the range of a line with the newest step: a save does, so that a resume keeps all steps before it."""
+        if self._sums:
             with _writing(self._path), self._path.open("a", encoding="utf-8") as file:
-                file.write(_line(LoadsOfSteps(first=self._first, last=step, counts=self._sums)))
-            self._first, self._sums = step + 1, {}
+                file.write(_line(LoadsOfSteps(first=self._first, last=self._newest, counts=self._sums)))
+            self._first, self._sums = self._newest + 1, {}
 
 
 def cut_other_stages(folder: Path, num_stages: int, first_step: int) -> None:

@@ -54,7 +54,7 @@ class Saves(Hook):
         done.stop = None if is_last else self._voted(done.number)
         due = self._cadence.is_due(done)
         if due or done.stop is not None or is_last or done.is_new_best:
-            stall_s = self._save(done.number, done.best_step)
+            stall_s, done.is_saved = self._save(done.number, done.best_step), True
             if not is_last and done.stop is None:
                 self._cadence.saved(stall_s, self.newest[-1].write_s if self.newest else 0.0)
 

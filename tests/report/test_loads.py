@@ -1,5 +1,6 @@
 """Loads of experts over a run: the file of each stage, and the heat maps of the page."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from terrace.program.loads import Loads
@@ -7,15 +8,18 @@ from terrace.program.report import StepReport, plain, read_plain
 from terrace.report.loads import heat_maps, load_words
 from terrace.report.page import page_html
 from terrace.report.sections import Page, Section
+from terrace.train.gauges import Gauges
 from terrace.train.loads import NUM_PARTS, LoadsFile, LoadsOfSteps, cut_other_stages, read_loads
 
 STEPS = 2 * NUM_PARTS + 10  # of which every third is written
 
 
 def write(folder: Path, stage: int, layer: str, first: int = 0, last: int = STEPS, save_every: int = 0) -> None:
-    file = LoadsFile(folder, stage, first, STEPS, save_every)
+    file = LoadsFile(folder, stage, first, STEPS)
     for step in range(first + 1, last + 1):
         file.add(step, Loads(layers=(layer,), counts=((step, 1),)))
+        if save_every and step % save_every == 0:
+            file.end()
 
 
 def test_a_file_has_the_sums_of_parts_of_all_stages(tmp_path: Path) -> None:
@@ -43,6 +47,24 @@ def test_a_resume_from_a_save_has_all_steps_before_it(tmp_path: Path) -> None:
     write(tmp_path, 0, "layers.0", last=25, save_every=10)
     write(tmp_path, 0, "layers.0", first=20, save_every=10)
     assert sum(part.counts["layers.0"][0] for part in read_loads(tmp_path)) == STEPS * (STEPS + 1) // 2
+
+
+@dataclass
+class _Saved:
+    is_saved: bool
+
+
+def test_a_save_ends_the_range_whenever_it_comes(tmp_path: Path) -> None:
+    """As under `train.checkpoint_every = "auto"`; before the next step, or at the end of a run that is stopped."""
+    gauges, file = Gauges.__new__(Gauges), LoadsFile(tmp_path, 0, 0, STEPS)
+    gauges._loads, saves = file, {4, 5, 11}
+    for step in range(1, 12):
+        file.add(step, Loads(layers=("layers.0",), counts=((step, 1),)))
+        gauges._newest = [_Saved(step in saves)]  # type: ignore[list-item]
+        if step < 11:
+            gauges.before(step)
+    gauges.ended()
+    assert [part.last for part in read_loads(tmp_path)] == [3, 4, 5, 6, 9, 11]
 
 
 def test_a_resume_on_fewer_stages_drops_their_repeated_steps(tmp_path: Path) -> None:
