@@ -86,6 +86,8 @@ class Cluster:
     failures: Failures = field(default=NO_FAILURES, metadata={"absent": NO_FAILURES})  # how often its parts fail
     # Number of devices of the whole cluster, if this is a part of one: they wait for each other. 0: not a part.
     around: int = field(default=0, metadata={"key": False})
+    # Memory of the device that the file names, if a member's is less: it counts again where that member is gone
+    own_memory_bytes: float = field(default=0.0, compare=False, metadata={"key": False})
 
     def __post_init__(self) -> None:
         check_device(self.device)
@@ -110,6 +112,8 @@ class Cluster:
             check_members(names[-1], self.tiers[-1].size, members, self.device)
             # Every member holds the same states, so the least memory is that of all.
             memory_bytes = min(each.device_of(self.device).memory_bytes for each in members)
+            if memory_bytes < self.device.memory_bytes:
+                object.__setattr__(self, "own_memory_bytes", self.device.memory_bytes)
             object.__setattr__(self, "device", replace(self.device, memory_bytes=memory_bytes))
         device = replace(self.device, below=settled(self.device.below, names, self.ranks_within))
         object.__setattr__(device, "pace", 1 / (1 + device.spread * expected_most(number)))
@@ -225,7 +229,8 @@ class Cluster:
         """
         tier = self.tiers[-1]
         resized = replace(tier, size=num_outermost, members=first_members(tier.members, num_outermost))
-        return replace(self, tiers=(*self.tiers[:-1], resized))
+        device = replace(self.device, memory_bytes=self.own_memory_bytes or self.device.memory_bytes)
+        return replace(self, device=device, tiers=(*self.tiers[:-1], resized), own_memory_bytes=0.0)
 
 
 def _check_tier(tier: Tier) -> None:

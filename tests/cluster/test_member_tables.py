@@ -92,3 +92,16 @@ def test_a_smaller_cluster_has_the_first_members() -> None:
     assert three.tiers[-1].members == (Member(speed=2.0), Member(count=2))
     with pytest.raises(ClusterError, match="describe 2 members, and tier 'node' has size 3"):
         cluster.resized(3)
+
+
+def test_a_member_that_is_gone_bounds_no_memory() -> None:
+    """The last of three has half of the others' memory."""
+    whole = cluster_of(2, 3)
+    small = replace(whole.device, memory_bytes=whole.device.memory_bytes / 2)
+    *inner, tier = whole.tiers
+    mixed = replace(whole, tiers=(*inner, replace(tier, members=(Member(count=2), Member(device=small)))))
+    assert mixed.device.memory_bytes == small.memory_bytes
+    assert mixed.resized(3) == mixed
+    assert mixed.resized(2).device.memory_bytes == whole.device.memory_bytes
+    first = replace(whole, tiers=(*inner, replace(tier, members=(Member(device=small), Member(count=2)))))
+    assert first.resized(2).device.memory_bytes == small.memory_bytes
