@@ -159,3 +159,22 @@ def test_members_with_a_slower_link_hold_all() -> None:
     slow = Member(bandwidth_bytes_per_s=tier.bandwidth_bytes_per_s / 4, latency_s=2 * tier.latency_s)
     pacer = Pacer(replace(own, tiers=(*inner, replace(tier, members=(Member(), slow)))), 1.0)
     assert pacer.least_s(tier.name, 1000) == pytest.approx(2 * tier.latency_s + 4000 / tier.bandwidth_bytes_per_s)
+
+
+def test_two_members_are_held_to_the_slower_of_their_links() -> None:
+    """And messages of both pairs of a member follow each other on its link."""
+    own, clock = cluster_of(2, 3), Clock()
+    *inner, tier = own.tiers
+    rate = tier.bandwidth_bytes_per_s
+    members = (Member(), Member(), Member(bandwidth_bytes_per_s=rate / 10))
+    pacer = Pacer(
+        replace(own, tiers=(*inner, replace(tier, members=members))), 2.0, clock=clock.read, sleep=clock.pass_s
+    )
+    fast, slow = pacer.between(2, 0), pacer.between(2, 4)  # members 1 and 0, 1 and 2
+    assert fast.least_s(tier.name, 1000) == pytest.approx(tier.latency_s / 2 + 1000 / (2 * rate))
+    assert slow.least_s(tier.name, 1000) == pytest.approx(tier.latency_s / 2 + 10_000 / (2 * rate))
+    assert pacer.between(0, 1) is pacer, "ranks of one member"
+    begin_s = clock.now_s
+    for each in (fast, slow):
+        each.sent(tier.name, 1000, 1, begin_s)
+    assert clock.now_s - begin_s == pytest.approx(fast.least_s(tier.name, 1000) + slow.least_s(tier.name, 1000))
