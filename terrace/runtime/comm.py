@@ -143,9 +143,10 @@ class Comm:
             list(_meetings(program, rank)),
             () if self.context_group is None else self.context_group.members,
             again=any(
-                program.plan.wire_format(message, tier).packed
+                wire.packed
                 for message in BETWEEN_STAGES
                 for tier in program.layout.tiers
+                for wire in program.plan.wire_formats(message, tier)
             ),
         )
 

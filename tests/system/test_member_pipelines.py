@@ -4,6 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from terrace.launch.start import LocalPool
 from terrace.plan.plan import Plan
@@ -52,6 +53,25 @@ def test_a_format_of_each_boundary_is_one_process_that_rounds_there(pool: LocalP
     assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
     found = deviation(outcomes, coded_serial(case, BY_BLOCK, 1, 1))
     assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("sabotage", ["", *nightly("never_fits")])
+def test_one_boundary_may_be_packed(pool: LocalPool, sabotage: str) -> None:
+    """With the bits of bf16, also where its messages are followed by plain values."""
+    plain, packed = (
+        Case(
+            plan_of(MEMBERS, "1f1b", (1, 0, 3, 2), (2, 2, 2, 2), wire={"pipeline": {"node": text}}),
+            4,
+            "deep llama tied",
+            sabotage=sabotage * (text != "bf16"),
+        )
+        for text in ("bf16", "bf16, packed, bf16")
+    )
+    expected, found = run(pool, cluster_of(*MEMBERS.sizes), [plain, packed])
+    for one, other in zip(expected, found, strict=True):
+        assert not other.complaint, other.complaint
+        assert (other.losses, other.norms) == (one.losses, one.norms)
+        assert torch.equal(other.parameters, one.parameters)
 
 
 @pytest.mark.nightly
