@@ -4,13 +4,12 @@
     python -m bench.boundaries --unpaced --steps 500 --micros 4 --rounds 1            the loss after 500 steps
 
 Each member is a rank of `terrace train` with a stage of its own; messages are held to the rates of the cluster
-(`TERRACE_PACE`). The order, the stages and the formats are those that `terrace plan` finds with int8 allowed between
+(as `TERRACE_PACE` does). The order, the stages and the formats are those that `terrace plan` finds with int8 allowed between
 stages. Contestants take turns, a run each a round; a run predicts its step with what it measures at its start. A loss
 does not depend on the pace.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.wire import BETWEEN_STAGES
 from terrace.planner.member_stages import best_pipeline
 from terrace.planner.task import Task
-from terrace.train import loop
+from terrace.train import loop, rank
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
 from terrace.train.metrics import Silent, num_final, read_metrics
@@ -78,7 +77,9 @@ def plans_of(run: RunConfig) -> dict[str, Plan]:
     }
 
 
-def on_rank(world: World, job: RunJob) -> None:
+def on_rank(world: World, job: RunJob, scale: float | None) -> None:
+    """A member of the run, at a pace."""
+    rank.pace = lambda: scale  # type: ignore[attr-defined]  # in place of TERRACE_PACE
     loop.train(world, job, Silent())
 
 
@@ -92,8 +93,6 @@ def main(words: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     options_for_claims(parser)
     options = parser.parse_args(words)
-    if not options.unpaced:
-        os.environ["TERRACE_PACE"] = "1"
     run = run_of(options)
     plans = plans_of(run)
     for name, plan in plans.items():
@@ -104,7 +103,7 @@ def main(words: Sequence[str]) -> int:
         for name in sorted(plans, reverse=bool(number % 2)):
             folder = Path(tempfile.mkdtemp()) / "run"
             job = prepare(replace(run, plan=plans[name]), folder, None, say=lambda text: None)
-            launch_local(SIZE, on_rank, (job,), say=lambda text: None)
+            launch_local(SIZE, on_rank, (job, None if options.unpaced else 1.0), say=lambda text: None)
             records = read_metrics(folder / "metrics.jsonl")
             seconds[name] = statistics.median(each.step_s for each in records[WARM_UP:])
             loss[name] = statistics.mean(each.loss for each in records[-num_final(len(records)) :])

@@ -357,14 +357,9 @@ def _at_stage(mesh: Mesh, rank: int, stage: int) -> int:
 
 
 @lru_cache(maxsize=65536)
-def _interned(
-    degrees: tuple[tuple[int, ...], ...],
-    apart: Mesh | None = None,
-    tables: Mesh | None = None,
-    order: tuple[int, ...] = (),
-) -> Mesh:
+def _interned(degrees: tuple[tuple[int, ...], ...], *more: Any) -> Mesh:
     # The planner requests the same few meshes many times, and a mesh caches its derived values.
-    return Mesh(degrees, apart, tables, order)
+    return Mesh(degrees, *more)
 
 
 @lru_cache(maxsize=4096)

@@ -295,7 +295,7 @@ def best_stages(step: Step) -> tuple[int, ...]:
     """Number of blocks of every virtual stage, in model order, that minimises the slowest one.
 
     A block costs the seconds of its passes on one micro-batch, including waits for tensor and context ranks. Where
-    possible, the model state of a virtual stage fits its share of a device's memory.
+    possible, the model state of a virtual stage fits its share of a device's memory. All chunks take as long.
     """
     cluster, plan, num_stages = step.cluster, step.plan, step.num_stages
     virtual = num_virtual(plan, num_stages)
@@ -306,9 +306,7 @@ def best_stages(step: Step) -> tuple[int, ...]:
     sizes = [sum(each.values()) for each in blocks_bytes(plan, step.model.flats)]
     room = cluster.device.usable_bytes * num_stages / virtual
     if clusters := stage_clusters(cluster, plan):
-        of_members = {each: replace(step, cluster=each).costs for each in clusters}
-        own = {each: [round(each_s / _UNIT_S) for each_s in _blocks_s(costs)] for each, costs in of_members.items()}
-        # Each chunk of a member takes as long as those of others, so that all of its chunks do.
+        own = {each: [round(s / _UNIT_S) for s in _blocks_s(replace(step, cluster=each).costs)] for each in {*clusters}}
         apart = [own[clusters[stage]] for stage in stages_of(plan, step.blocks, num_stages, step.sequence)]
         return tuple(map(len, share_apart(apart, sizes, room)))
     return tuple(map(len, share(seconds, virtual, sizes, room)))
