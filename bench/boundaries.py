@@ -3,10 +3,10 @@
     python -m bench.boundaries                                                        seconds of a step
     python -m bench.boundaries --unpaced --steps 500 --micros 4 --rounds 1            the loss after 500 steps
 
-Each member is a rank of `terrace train` with a stage of its own; messages are held to the rates of the cluster
-(as `TERRACE_PACE` does). The order, the stages and the formats are those that `terrace plan` finds with int8 allowed between
-stages. Contestants take turns, a run each a round; a run predicts its step with what it measures at its start. A loss
-does not depend on the pace.
+Each member is a rank of `terrace train` with a stage of its own; messages are held to the rates of the cluster (as
+`TERRACE_PACE` does). The order, the stages and the formats are those that `terrace plan` finds with int8 allowed
+between stages. Contestants take turns, a run each a round; a run predicts its step with what it measures at its start.
+A loss does not depend on the pace.
 """
 
 import argparse
