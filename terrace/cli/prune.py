@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.cli.export import end_of_text
-from terrace.cli.files import check_count
+from terrace.cli.files import check_count, check_writable
 from terrace.cli.generate import load_model_of
 from terrace.cli.lines import SHARD_BYTES
 from terrace.model.blocks import num_params
@@ -38,6 +38,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
     shares = Shares(layers=options.layers, heads=options.heads, intermediate=options.intermediate)
     check_new(options.path)
+    check_writable("PATH", options.path / "config.json")  # before the evaluation, which takes long
     evaluations = _evaluations(options)
     # The values are written as they are read: 16 bits fit fp32.
     wide = "fp64" if options.dtype == "fp64" else "fp32"

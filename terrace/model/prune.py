@@ -129,6 +129,11 @@ class Shares:
             raise ModelError(
                 f"--intermediate {self.intermediate} of {size} inner features leaves none: give at least {1 / size:.2g}"
             )
+        if number == size and self.intermediate < 1:
+            raise ModelError(
+                f"--intermediate {self.intermediate} of {size} inner features leaves all: give at most "
+                f"{(size - 1) / size:.4g}, or leave --intermediate out"
+            )
         return number
 
     def _experts(self, experts: ExpertsConfig) -> ExpertsConfig:
@@ -185,9 +190,9 @@ def _few(option: str, share: float, number: int, words: str) -> int:
     """Whole number of a few units: rounding it away silently would remove much more or less than asked."""
     wanted = share * number
     found = int(wanted + 0.5)
-    if found and abs(wanted - found) <= _NEAR:
+    if share == 1 or (0 < found < number and abs(wanted - found) <= _NEAR):
         return found
-    fitting = sorted({max(1, int(wanted)), min(number, int(wanted) + 1)})
+    fitting = sorted({max(1, min(int(wanted), number - 1)), min(number, int(wanted) + 1)})
     named = " or ".join(f"{each / number:.4g} ({each})" for each in fitting)
     raise ModelError(f"--{option} {share} of {number} {words} is {wanted:.4g}, no whole number of them: give {named}")
 

@@ -170,6 +170,11 @@ def check_new_shares(cluster: Cluster, plan: Plan, layout: Layout, key: str) -> 
         )
     if tier.size == 1:
         raise PlanError(f"{key}: tier {tier.name!r} has 1 member, which has all micro-batches: leave it out")
+    if sum(plan.shares) == tier.size:
+        raise PlanError(
+            f"{key}: shares = {list(plan.shares)} are one micro-batch a member, and there are no others: write larger "
+            f"shares of smaller micro-batches, raise the batch, or leave {key} out"
+        )
     if often := _often(cluster, plan, layout):
         state, words = often
         raise PlanError(

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import ConfigError, PlanError
+from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
@@ -145,4 +146,11 @@ def _check_matrices(blocks: Sequence[BlockSpec], pruning: BlockPruning) -> None:
             raise ConfigError(
                 f"prune.blocks = {list(pruning.blocks)} does not divide {block.name}.{param.name}, which is {rows} x "
                 f"{columns}: give divisors of both"
+            )
+        number = rows * columns // (pruning.blocks[0] * pruning.blocks[1])
+        if pruning.num_zero(number) in (0, number):
+            which = "none" if not pruning.num_zero(number) else "all"
+            raise ConfigError(
+                f"prune.share = {pruning.share} of the {counted(number, 'block')} of {block.name}.{param.name} is "
+                f"{which} of them: give smaller blocks, or another share"
             )

@@ -31,7 +31,7 @@ from terrace.runtime.noise import Noise
 from terrace.runtime.optimizer import NoOptimizer, Optimizer, make_optimizer
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.pages import Pages
-from terrace.runtime.pruned_blocks import NOT_PRUNED, PrunedBlocks, penalty_gradient
+from terrace.runtime.pruned_blocks import NOT_PRUNED, PrunedBlocks, in_parts, penalty_gradient
 from terrace.runtime.scaling import Scaling
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.whole_matrices import ShardedMatrices
@@ -270,9 +270,11 @@ class FlatParam(RankSlices):
     def add_penalty(self, scale: Tensor) -> None:
         """Add `scale` times the gradient of the penalty on blocks to the open gradient, while parameters are there."""
         for index, start, stop, shape in self.pruned.matrices:
-            found = penalty_gradient(self.full[start:stop].view(shape), self.pruned.settings)
+            matrix, settings = self.full[start:stop].view(shape), self.pruned.settings
             view, is_new = self.gradient.views.gradient_of(self.parameters[index])
-            (view.copy_ if is_new else view.add_)(found.mul_(scale))
+            for part in in_parts(matrix, settings.blocks):
+                found = penalty_gradient(matrix[part], settings).mul_(scale)
+                (view[part].copy_ if is_new else view[part].add_)(found)
 
     def _encode(self, codes: MatrixCodes, values: Tensor, tier: int, largest: Tensor) -> None:
         codes.settle(largest)

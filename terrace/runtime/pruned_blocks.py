@@ -14,7 +14,9 @@ Shape legend: R rows and C columns of a matrix, b and c of a block; a stack has 
 of its matrices.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch import Tensor
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.pruning import NO_PRUNING, BlockPruning, has_blocks
 
+_PART = 1 << 24  # elements of a gradient of the penalty, fp32, that have memory at a time: 64 MiB
 EPSILON = 1e-2  # of a norm, where blocks begin with norms about 0.3 (16 x 16 of 0.02): a guess
 
 
@@ -30,6 +33,15 @@ def in_blocks(matrix: Tensor, blocks: tuple[int, ...]) -> Tensor:
     *leading, rows, columns = matrix.shape
     height, width = blocks
     return matrix.view(*leading, rows // height, height, columns // width, width)
+
+
+def in_parts(matrix: Tensor, blocks: tuple[int, ...]) -> Iterator[tuple[int | slice, ...]]:
+    """Indices of consecutive rows of whole blocks, of about `_PART` elements, of each of matrices (..., R, C)."""
+    *leading, rows, columns = matrix.shape
+    step = max(1, _PART // (blocks[0] * columns)) * blocks[0]
+    for each in product(*map(range, leading)):
+        for first in range(0, rows, step):
+            yield (*each, slice(first, first + step))
 
 
 def block_norms(matrix: Tensor, blocks: tuple[int, ...]) -> Tensor:

@@ -134,6 +134,10 @@ def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig
         )
     plan = replace(command_plan(table, cluster), update=optimizer.update)
     # Blocks are zero in the working copy alone.
+    if prune.is_on and table.get("master_apart") is False:
+        raise ConfigError(
+            "plan.master_apart = false leaves [prune] no working copy in which blocks are zero: leave it out"
+        )
     return replace(plan, master_apart=True) if prune.is_on else plan
 
 

@@ -78,10 +78,17 @@ def read_deals(folder: Path) -> tuple[Dealt, ...]:
 def deals_to_resume(folder: Path, step: int, earlier: Mapping[str, Any], given: Shares) -> tuple[Dealt, ...]:
     """What a run in `folder` that goes on after `step` steps deals: `given` is plan.shares, `earlier` its table before.
 
-    Shares that the user changes hold from that step on, in place of what was dealt later. Raises as `read_deals` does.
+    Shares that the user changes hold from that step on, in place of what was dealt later. Raises as `read_deals` does,
+    and `CheckpointError` for shares of another run.
     """
     found, before = read_deals(folder), tuple(earlier.get("plan", {}).get("shares", ()))
     if before == given:
+        for each in found:
+            if (len(each.shares), sum(each.shares)) != (len(given), sum(given)):
+                raise CheckpointError(
+                    f"{folder / DEALS} has shares = {list(each.shares)}, of other members or micro-batches than "
+                    f"plan.shares = {list(given)}: put the run's own file back, or delete it to begin with plan.shares"
+                )
         return found
     # Of other members, or of micro-batches of another size, nothing is left to repeat.
     if not step or (len(before), sum(before)) != (len(given), sum(given)):

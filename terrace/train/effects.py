@@ -126,6 +126,12 @@ def _slow_steps(run: RunConfig) -> str:
     return f"the run ends after {counted(run.train.steps, 'step')}: use at most {run.train.steps}, or raise train.steps"
 
 
+def _master_apart(run: RunConfig) -> str:
+    if run.prune.is_on or not run.plan.master_apart:
+        return ""
+    return "it only takes memory without [prune]: leave it out"
+
+
 def _initializer_range(run: RunConfig) -> str:
     # The score of a reward model may begin anew beside loaded weights.
     if has_scalar_head(run.model):
@@ -149,6 +155,7 @@ RULES: dict[str, Rule] = {
 }
 # These count on the command line alone: a file has every key of a published model, or serves short runs, too.
 ASKED: dict[str, Rule] = {
+    "plan.master_apart": _master_apart,
     "train.slow_steps": _slow_steps,
     "model.initializer_range": _initializer_range,
     "model.sliding_window": _window,

@@ -4,13 +4,15 @@ The speed of a member is that of its forwards and backwards: the predicted secon
 measured ones, the median of the last `train.slow_steps` steps. After as many steps all ranks exchange their medians. If
 speeds have changed by more than `BAND` between members, rank 0 deals the same micro-batches by the new speeds and
 predicts a step with both. Under `train.follow` they are dealt so from the first step whose batches are not made yet;
-else a line says what that would bring. All members hold the same states, so nothing moves and nobody restarts.
+else a line says what that would bring. All members hold the same states, so nothing moves and nobody restarts. All
+ranks wait while rank 0 predicts, so the next comparison is so far away that they take a fiftieth of the run at most.
 
 Steps that a resumed run repeats have the shares that they had (terrace.train.deals): nothing is measured in them.
 """
 
 import math
 import statistics
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -36,7 +38,10 @@ if TYPE_CHECKING:
 BAND = 0.1  # of speeds between members, by which two measurements of the same members may differ: a guess
 WORTH_IT = 0.05  # part of a step by which other shares must shorten it
 _GRID = 0.02  # ratio of two speeds that are played apart: members of one machine type are alike
+_MOST_KINDS = 16  # speeds that are played apart: of more, the grid is coarser, since each takes as long as a search
+_LOOKS = 0.02  # part of a run that its comparisons may take
 _COMPUTING = ("forward", "backward")
+Played = dict[tuple[Cluster, int], Sequence[Mapping[str, float]]]  # seconds by stage, of members alike and their share
 
 
 def computing_s(time_s: Mapping[str, float]) -> float:
@@ -44,30 +49,41 @@ def computing_s(time_s: Mapping[str, float]) -> float:
     return sum(time_s.get(name, 0.0) for name in _COMPUTING)
 
 
-def speeds_of(step: Step, measured_s: Sequence[float]) -> list[float]:
+def speeds_of(step: Step, measured_s: Sequence[float], played: Played) -> list[float]:
     """Speeds of members over those of `step`'s cluster. `measured_s` are seconds of a micro-batch by rank.
 
-    A member is as fast as its slowest rank.
+    A member is as fast as its slowest rank. `played` has the predictions of earlier calls for the same run, and gets
+    those of this one.
     """
     cluster, mesh = step.cluster, step.model.mesh
     size, found = cluster.tiers[-1].size, list[float]()
     for member in range(size):
         own = member_step(step, member)
-        times_s = predict_alike(own).times_s
+        kind = own.cluster, own.num_micros
+        if kind not in played:
+            played[kind] = predict_alike(own).times_s
+        times_s = played[kind]
         ranks = [rank for rank in range(cluster.world_size) if cluster.coordinates(rank)[-1] == member]
         found.append(min(computing_s(times_s[mesh.stage(rank)]) / own.num_micros / measured_s[rank] for rank in ranks))
     return found
 
 
 def with_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
-    """The cluster with each member `speeds` times as fast."""
-    tier = cluster.tiers[-1]
+    """The cluster with each member `speeds` times as fast, of `_MOST_KINDS` speeds at most."""
+    tier, grid, logs = cluster.tiers[-1], _GRID, [math.log(each) for each in speeds]
+    while len({round(each / grid) for each in logs}) > _MOST_KINDS:
+        grid *= 1.25
     own = [replace(each, count=1) for each in tier.members or (Member(count=tier.size),) for _ in range(each.count)]
     members = tuple(
-        replace(each, speed=each.speed * math.exp(_GRID * round(math.log(speed) / _GRID)))
-        for each, speed in zip(own, speeds, strict=True)
+        replace(each, speed=each.speed * math.exp(grid * round(log / grid)))
+        for each, log in zip(own, logs, strict=True)
     )
     return replace(cluster, tiers=(*cluster.tiers[:-1], replace(tier, members=members)))
+
+
+def steps_apart(took_s: float, step_s: float) -> int:
+    """Steps from a comparison that took `took_s` to the next, so that comparisons take `_LOOKS` of a run at most."""
+    return math.ceil(took_s / (_LOOKS * step_s))
 
 
 def speeds_words(speeds: Sequence[float]) -> str:
@@ -88,8 +104,10 @@ class Following(Hook):
     def __init__(self, rank: "RankOfRun", cluster: Cluster, first_step: int) -> None:
         self._rank, self._at_start, self._cluster = rank, cluster, cluster
         self._measured_s = deque[float](maxlen=rank.run.train.slow_steps)
+        self._steps_s = deque[float](maxlen=rank.run.train.slow_steps)
         self._looks = _may_deal(rank)
         self._said: tuple[int, ...] = ()
+        self._played = Played()
         self._known_until = first_step
         if self._looks and rank.job.resume is not None:
             self._known_until = self._rank.engine.comm.exchange(self._last_step(rank.job.folder))[0]
@@ -109,6 +127,7 @@ class Following(Hook):
             return
         micros = num_micros_of(program.cluster, program.plan, rank.engine.rank, program.num_micros)
         self._measured_s.append(computing_s(done.result.time_s) / micros)
+        self._steps_s.append(time.perf_counter() - done.started_s)
         # Islands meet where all of them exchange.
         if len(self._measured_s) == self._measured_s.maxlen and not done.number % rank.run.plan.outer.every:
             if done.number >= self._known_until:
@@ -119,7 +138,11 @@ class Following(Hook):
         rank = self._rank
         rank.dog.idle("comparing the speeds of members")
         every = rank.engine.comm.exchange(statistics.median(self._measured_s))
-        told = rank.engine.comm.exchange(self._found(every) if rank.engine.rank == 0 else None)[0]
+        begin_s = time.perf_counter()
+        found = self._found(every) if rank.engine.rank == 0 else None
+        apart = steps_apart(time.perf_counter() - begin_s, statistics.median(self._steps_s))
+        told, apart = rank.engine.comm.exchange((found, apart))[0]
+        self._known_until = max(self._known_until, number + apart)
         if told is None:
             return
         shares, now_s, dealt_s = tuple(told["shares"]), told["now_s"], told["dealt_s"]
@@ -137,7 +160,7 @@ class Following(Hook):
             self._cluster = with_speeds(self._cluster, told["speeds"])
             rank.deals.add(Dealt(step=first, shares=shares, predicted_s=dealt_s))
             self._write()
-            self._known_until = first
+            self._known_until = max(self._known_until, first)
             rank.observer.note(f"{words}; with shares = {list(shares)}, from step {first + 1} on, {brings}")
 
     def _found(self, measured_s: Sequence[float]) -> dict[str, Any] | None:
@@ -148,7 +171,7 @@ class Following(Hook):
         step = replace(
             step_of(self._rank.run, self._at_start), cluster=self._cluster, plan=plan, num_micros=max(plan.shares)
         )
-        speeds = speeds_of(step, measured_s)
+        speeds = speeds_of(step, measured_s, self._played)
         if max(speeds) / min(speeds) <= 1 + BAND:
             return None
         shares, now_s, dealt_s = dealt_anew(replace(step, cluster=with_speeds(step.cluster, speeds)))

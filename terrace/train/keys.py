@@ -165,7 +165,7 @@ class Guards:
                 f"train.slow_factor = {self.slow_factor} has no effect: no rank is so slow and alive; use 0 to look "
                 f"for none, or at most {_MOST_FACTOR:g}"
             )
-        if not self.slow_factor and self.slow_steps != Guards.slow_steps:
+        if not self.slow_factor and not self.follow and self.slow_steps != Guards.slow_steps:
             raise ConfigError("train.slow_steps has no effect: train.slow_factor = 0")
         for message, limit in self.error_budget.items():
             if not 0 < limit < math.inf:

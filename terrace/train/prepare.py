@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.accelerator import first_device, is_available
-from terrace.base.errors import CheckpointError, ConfigError, DataError
+from terrace.base.errors import CheckpointError, ConfigError, DataError, PlanError
 from terrace.base.files import write_atomic
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import quantity
@@ -25,11 +25,12 @@ from terrace.model.facts import vocabulary_size
 from terrace.model.liger import why_missing
 from terrace.plan.gaps import gaps_words
 from terrace.plan.layout import Layout
+from terrace.plan.members import check_shares
 from terrace.runtime.compiled import check_compiler
 from terrace.runtime.kept.file import check_folder
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
-from terrace.train.deals import Deals, deals_to_resume
+from terrace.train.deals import DEALS, Deals, deals_to_resume
 from terrace.train.effects import why_no_sample
 from terrace.train.evaluated import eval_batches_of
 from terrace.train.facts import OBJECTIVE, check_facts, model_facts
@@ -144,14 +145,25 @@ def prepare(
         memory="" if checkpoint is None else checkpoint.text,
         command=called(),
     )
-    return job if checkpoint is None else _with_deals(job, checkpoint.step, earlier or {})
+    return job if checkpoint is None else _with_deals(job, checkpoint.step, earlier or {}, say)
 
 
-def _with_deals(job: RunJob, step: int, earlier: Mapping[str, Any]) -> RunJob:
+def _with_deals(job: RunJob, step: int, earlier: Mapping[str, Any], say: Say) -> RunJob:
     """A job that goes on after `step` steps, with the shares of its first one and what it deals later."""
     run = job.run
-    deals = deals_to_resume(job.folder, step, earlier, run.plan.shares)
-    plan = replace(run.plan, shares=Deals(run.plan.shares, deals).at(step))
+    given = run.plan.shares
+    deals = deals_to_resume(job.folder, step, earlier, given)
+    plan = replace(run.plan, shares=Deals(given, deals).at(step))
+    for shares in (plan.shares, *(each.shares for each in deals if each.step > step)):
+        try:
+            check_shares(run.cluster, replace(plan, shares=shares), run.layout)
+        except PlanError as error:
+            raise PlanError(
+                f"{error}; the run has dealt these shares itself, in {job.folder / DEALS}: restore the plan, or give "
+                "other --plan.shares"
+            ) from error
+    if plan.shares != given:
+        say(f"shares = {list(plan.shares)}, as the run has dealt them in {DEALS}, and not plan.shares = {list(given)}")
     return replace(job, run=replace(run, plan=plan), deals=deals)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from terrace.base.errors import ClusterError, ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.words import counted
 from terrace.data.config import HOLDOUT
+from terrace.data.feeding import MADE_AHEAD
 from terrace.model.attention_kernel import AttentionCase, refusal
 from terrace.model.balance import BalanceConfig
 from terrace.model.block_operations import layer_operations
@@ -96,11 +97,11 @@ def check_blocks(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
     prune = run.prune
     if not prune.is_on and prune != NO_PRUNING:
         raise ConfigError("[prune] has no effect without prune.blocks: give rows and columns of a block, as [16, 16]")
-    check_pruning(run.cluster, run.plan, blocks, prune)
     if not prune.is_on:
         return
     if run.lora is not None:
         raise ConfigError("[prune] sets blocks of matrices to zero, and [lora] leaves them as they are: leave one out")
+    check_pruning(run.cluster, run.plan, blocks, prune)
     if prune.after >= run.train.steps:
         raise ConfigError(
             f"prune.after = {prune.after} sets no block to zero in train.steps = {run.train.steps}: make it smaller"
@@ -145,6 +146,13 @@ def check_following(run: RunConfig) -> None:
         raise PlanError(f"{key} deals whole rows, and a context axis divides them: leave one of them out")
     if run.on_pairs:
         raise ConfigError(f'{key} is not implemented for train.objective = "{run.train.objective}": leave it out')
+    every, train = run.plan.outer.every, run.train
+    first = -(-train.slow_steps // every) * every + MADE_AHEAD  # islands compare where all of them exchange
+    if first >= train.steps:
+        raise ConfigError(
+            f"{key} has no effect in train.steps = {train.steps}: after train.slow_steps = {train.slow_steps}, shares "
+            f"could change in step {first + 1} first; lower train.slow_steps, raise train.steps, or leave {key} out"
+        )
 
 
 def attention_case(run: RunConfig, backend: str) -> AttentionCase:

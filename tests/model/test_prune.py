@@ -221,6 +221,8 @@ def test_a_folder_is_pruned_by_a_command(tmp_path: Path, capsys: pytest.CaptureF
         ("--layers 0.5", "--layers 0.5 of 3 layers is 1.5, no whole number of them: give 0.3333 (1) or 0.6667 (2)"),
         ("--layers 0.01", "--layers 0.01 of 3 layers is 0.03, no whole number of them: give 0.3333 (1)"),
         ("--heads 0.8", "--heads 0.8 of 2 key-value heads is 1.6, no whole number of them: give 0.5 (1) or 1 (2)"),
+        ("--layers 0.999", "--layers 0.999 of 3 layers is 2.997, no whole number of them: give 0.6667 (2) or 1 (3)"),
+        ("--intermediate 0.99", "--intermediate 0.99 of 30 inner features leaves all: give at most 0.9667, or leave"),
         ("--heads half", "argument --heads: invalid float value: 'half'"),
         ("--layers 0.667 --shard-bytes 0", "--shard-bytes 0 must be at least 1"),
         ("--layers 0.667 --documents 0", "--documents 0 must be at least 1"),
@@ -251,6 +253,9 @@ def test_folders_that_cannot_be_pruned_are_refused(tmp_path: Path, capsys: pytes
 
     half = ("--intermediate", "0.5")
     assert "text.txt is there and not an empty folder: name a new one" in refusal(str(whole), str(text), *half)
+    # Before an evaluation of hours, not after it.
+    inside = (str(whole), str(text / "made"), *half, "--data", str(text))
+    assert f"PATH {text / 'made' / 'config.json'} cannot be written (Not a directory)" in refusal(*inside)
     assert "is not a run folder, so it has no data of its own: give --data PATH" in refusal(
         str(whole), str(tmp_path / "made"), *half
     )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ConfigError, PlanError
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint
+from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.blocks import block_specs
@@ -31,11 +32,15 @@ from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.pruning import BlockPruning, check_pruning, pruned_params
+from terrace.runtime import pruned_blocks
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
-from terrace.runtime.pruned_blocks import in_blocks, smallest_blocks, zero_
+from terrace.runtime.pruned_blocks import in_blocks, in_parts, penalty_gradient, smallest_blocks, zero_
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
+from terrace.train.adapted import _zeroed, pruned_fact
+from terrace.train.effects import check_effects
+from terrace.train.resolve import resolve
 from tests.support.nightly import nightly
 from tests.support.parity import exact, flatten, gathered, trainable
 from tests.support.tiny_runs import metrics, terrace, write_run
@@ -239,6 +244,8 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"blocks": (4,)}, r"prune.blocks = \[4\] must be the rows and columns of a block"),
     ({}, {"share": 1.0}, "prune.share = 1.0 must be above 0 and below 1"),
     ({}, {"share": 0.0}, "prune.share = 0.0 must be above 0 and below 1"),
+    ({}, {"share": 0.1}, r"share = 0.1 of the 4 blocks of layers.0.attention.key.weight is none of them: give smaller"),
+    ({}, {"share": 0.9}, r"share = 0.9 of the 4 blocks of layers.0.attention.key.weight is all of them: give smaller"),
     ({}, {"weight": -1.0}, "prune.weight = -1.0 must be at least 0"),
     ({}, {"after": 0}, "prune.after = 0 must be a number of updates, at least 1"),
 ]
@@ -254,6 +261,66 @@ def test_what_cannot_carry_blocks_is_refused(plan: dict[str, Any], settings: dic
 def test_masters_in_the_memory_of_the_working_copy_are_refused() -> None:
     with pytest.raises(PlanError, match=r"set plan\.master_apart = true"):
         check_pruning(SQUARE, exact("ddp", SQUARE), block_specs(config_of(DENSE)), SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--plan.master_apart false", r"plan.master_apart = false leaves \[prune\] no working copy"),
+        (
+            "--lora.rank 2",
+            r"\[prune\] sets blocks of matrices to zero, and \[lora\] leaves them as they are: leave",
+        ),
+        ("--prune.after 6", r"prune.after = 6 sets no block to zero in train.steps = 6: make it smaller"),
+        ("--prune.blocks []", r"\[prune\] has no effect without prune.blocks: give rows and columns"),
+    ],
+)
+def test_options_of_a_run_that_blocks_contradict_are_refused(words: str, message: str, tmp_path: Path) -> None:
+    file = write_run(tmp_path, 1, 2, plan="ddp")
+    own = ("--prune.blocks", "[4, 4]", "--prune.share", "0.5", "--prune.after", "2")
+    assert resolve(str(file), {}, parse_overrides(own)).plan.master_apart
+    with pytest.raises(ConfigError, match=message) as refused:
+        resolve(str(file), {}, parse_overrides((*own, *words.split())))
+    assert "\n" not in str(refused.value)
+
+
+def test_masters_apart_without_blocks_are_refused(tmp_path: Path) -> None:
+    given = parse_overrides(("--plan.master_apart", "true"))
+    run = resolve(str(write_run(tmp_path, 1, 2, plan="ddp")), {}, given)
+    with pytest.raises(ConfigError, match=r"plan.master_apart = True has no effect: it only takes memory without \["):
+        check_effects(run, {}, given)
+
+
+def test_exported_blocks_are_zero_from_the_step_on_that_zeroes_them(tmp_path: Path) -> None:
+    """Where the checkpoint holds masters: after as many updates as `prune.after`, not one later, in matrices alone."""
+    file = write_run(tmp_path, 1, 2, plan="ddp")
+    own = ("--prune.blocks", "[4, 4]", "--prune.share", "0.5", "--prune.after", "2", "--train.freeze", '["layers.0.*"]')
+    run = resolve(str(file), {}, parse_overrides(own))
+    torch.manual_seed(0)
+    values = [
+        (block.name, param.name, torch.randn(param.shape)) for block in block_specs(run.model) for param in block.params
+    ]
+    for step, zeroed in ((1, False), (2, True)):
+        for (block, name, was), (_, _, value) in zip(
+            values, _zeroed(values, pruned_fact(run), run.model, step), strict=True
+        ):
+            is_pruned = zeroed and block == "layers.1" and was.dim() == 2
+            assert int((value == 0).sum()) == is_pruned * was.numel() // 2, name
+            assert torch.equal(torch.where(value == 0, was, value), was)
+
+
+def test_the_gradient_of_the_penalty_has_memory_for_a_part_of_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pruned_blocks, "_PART", 48)
+    torch.manual_seed(0)
+    for shape in ((12, 8), (3, 10, 8), (2, 64)):
+        matrix, settings = torch.randn(shape), replace(SETTINGS, weight=0.5)
+        whole, parts = penalty_gradient(matrix, settings), torch.zeros(shape)
+        found = list(in_parts(matrix, settings.blocks))
+        for part in found:
+            parts[part] += penalty_gradient(matrix[part], settings)
+        assert torch.equal(parts, whole)
+        assert len(found) > 1 or shape == (2, 64)  # of one row of blocks
+        assert all(matrix[part].numel() <= 48 for part in found if shape != (2, 64))
 
 
 def test_a_share_of_every_matrix_is_zero() -> None:

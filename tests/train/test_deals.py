@@ -52,6 +52,9 @@ def test_a_resume_repeats_what_was_dealt_unless_the_user_deals(tmp_path: Path) -
     assert deals_to_resume(tmp_path, 9, before, (8, 8)) == ()  # smaller micro-batches
     assert deals_to_resume(tmp_path, 9, before, (4, 2, 2)) == ()  # other members
     assert deals_to_resume(tmp_path, 9, {}, (4, 4)) == ()
+    for other in ((8, 8), (4, 2, 2)):  # the file of another run
+        with pytest.raises(CheckpointError, match=r"has shares = \[4, 4\], of other members or micro-batches than"):
+            deals_to_resume(tmp_path, 9, {"plan": {"shares": list(other)}}, other)
     (tmp_path / DEALS).unlink()
     assert deals_to_resume(tmp_path, 5, before, (4, 4)) == ()
     assert deals_to_resume(tmp_path, 5, before, (7, 1)) == (FIRST, own)

@@ -1,7 +1,10 @@
 """Speeds of members from measured micro-batches, the shares dealt by them, and runs that cannot follow."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +18,11 @@ from terrace.planner.members import dealt_anew
 from terrace.planner.task import Task
 from terrace.simulate.members import member_step
 from terrace.simulate.step import Step, predict_alike, predict_step
-from terrace.train.follow import computing_s, speeds_of, with_speeds
+from terrace.train import follow
+from terrace.train.deals import Deals, Dealt
+from terrace.train.follow import Following, Played, computing_s, speeds_of, with_speeds
+from terrace.train.job import RunJob
+from terrace.train.prepare import _with_deals
 from terrace.train.resolve import resolve
 from tests.support.member_cases import partitions, unequal
 from tests.support.nightly import nightly
@@ -47,7 +54,7 @@ def test_shares_dealt_by_measured_speeds_are_the_best_of_all_played(islands: boo
     measured_s = [
         computing_s(predict_alike(member_step(true, member)).times_s[0]) / share for member, share in enumerate(SHARES)
     ]
-    speeds = speeds_of(step, measured_s)
+    speeds = speeds_of(step, measured_s, {})
     assert speeds == pytest.approx(slower, rel=0.07)  # what a launch takes is in both
     shares, now_s, dealt_s = dealt_anew(replace(step, cluster=with_speeds(step.cluster, speeds)))
     played = {
@@ -68,7 +75,56 @@ def test_a_member_is_as_fast_as_its_slowest_rank() -> None:
         computing_s(predict_alike(member_step(step, rank // 2)).times_s[0]) / SHARES[rank // 2] for rank in range(8)
     ]
     own_s[3] *= 2  # of member 1
-    assert speeds_of(step, own_s) == pytest.approx([1.0, 0.5, 1.0, 1.0])
+    assert speeds_of(step, own_s, {}) == pytest.approx([1.0, 0.5, 1.0, 1.0])
+
+
+def test_members_alike_are_played_once_in_a_run() -> None:
+    """Else all ranks would wait for as many predictions as there are members, at each comparison."""
+    plan = replace(step_on(False).plan, shares=(3, 3, 3, 3))
+    step, played = replace(step_on(False), cluster=unequal(0.5, 0.5, 0.5, 0.25), plan=plan, num_micros=3), Played()
+    found = speeds_of(step, [1.0, 2.0, 4.0, 4.0], played)
+    assert found[0] == pytest.approx(2 * found[1])
+    assert len(played) == 2
+    before = dict(played)
+    assert speeds_of(step, [1.0, 2.0, 4.0, 4.0], played) == found
+    assert all(played[kind] is times_s for kind, times_s in before.items())
+
+
+def test_many_speeds_are_played_as_few() -> None:
+    speeds = [0.5 * 1.02**member for member in range(64)]
+    members = with_speeds(unequal(*[1.0] * 64), speeds).tiers[-1].members
+    assert 8 < len({each.speed for each in members}) <= 16
+    assert [each.speed for each in members] == pytest.approx(speeds, rel=0.05)
+
+
+@pytest.mark.parametrize(("every", "looks"), [(1, [4, 56, 108]), (3, [6, 60, 114])])
+def test_comparisons_take_a_fiftieth_of_a_run(every: int, looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 1 s, and comparisons of 1 s: the next is 50 steps later, where all islands exchange."""
+    now, found = [0.0], list[int]()
+
+    def search(_: Following, measured_s: Sequence[float]) -> None:
+        assert measured_s == [0.5]
+        found.append(step + 1)
+        now[0] += 1.0
+
+    program = SimpleNamespace(cluster=unequal(1.0, 1.0), plan=SimpleNamespace(shares=(2, 2)), num_micros=2)
+    comm = SimpleNamespace(exchange=lambda value: [value])
+    plan, train = SimpleNamespace(outer=SimpleNamespace(every=every)), SimpleNamespace(slow_steps=4, follow=True)
+    rank = SimpleNamespace(
+        run=SimpleNamespace(plan=plan, train=train),
+        engine=SimpleNamespace(rank=0, program=program, comm=comm),
+        job=SimpleNamespace(resume=None),
+        dog=SimpleNamespace(idle=lambda what: None),
+    )
+    monkeypatch.setattr(follow, "_may_deal", lambda rank: True)
+    monkeypatch.setattr(follow, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(Following, "_found", search)
+    following: Any = Following(cast(Any, rank), program.cluster, 0)
+    for step in range(looks[-1]):
+        now[0] += 1.0
+        result = SimpleNamespace(time_s={"forward": 0.4, "backward": 0.6, "wait sync": 9.0})
+        following.stepped(SimpleNamespace(problem=None, result=result, started_s=now[0] - 1.0, number=step + 1))
+    assert found == looks
 
 
 def test_speeds_multiply_those_of_the_members_tables() -> None:
@@ -105,6 +161,9 @@ REFUSED: tuple[tuple[type[TerraceError], tuple[str, ...], str], ...] = (
         r"a context axis divides them",
     ),
     (ConfigError, ("--train.follow", "maybe"), r"train.follow = 'maybe'"),
+    (PlanError, ("--plan.shares", "[1, 1]", "--train.batch", "2"), r"\[1, 1\] are one micro-batch a member, and there"),
+    (ConfigError, SHARED, r"no effect in train.steps = 6: after train.slow_steps = 20, shares could change in step 24"),
+    (ConfigError, (*SHARED, "--train.slow_steps", "4", "--train.steps", "7"), r"could change in step 8 first"),
 )
 
 
@@ -116,3 +175,31 @@ def test_a_run_that_cannot_follow_is_refused_in_a_line(
     with pytest.raises(kind, match=why) as refused:
         resolve(str(file), {}, parse_overrides(("--train.follow", "true", *words)))
     assert "\n" not in str(refused.value)
+
+
+def test_a_run_that_names_no_slow_ranks_may_follow_by_its_own_window(tmp_path: Path) -> None:
+    file = write_run(tmp_path, 1, 2, plan="ddp")
+    words = ("--train.follow", "true", *SHARED, "--train.slow_factor", "0", "--train.slow_steps", "4")
+    run = resolve(str(file), {}, parse_overrides((*words, "--train.steps", "8")))
+    assert (run.train.slow_steps, run.train.follow) == (4, True)
+
+
+def test_shares_that_a_changed_plan_cannot_have_are_refused_before_the_ranks_start(tmp_path: Path) -> None:
+    file, said = write_run(tmp_path, 1, 2, plan="ddp"), list[str]()
+    words = ["--plan.shares", "[4, 4]"]
+    deals = Deals((4, 4))
+    deals.add(Dealt(step=2, shares=(6, 2)))
+    deals.write(tmp_path)
+
+    def resumed(step: int, *more: str) -> RunJob:
+        run = resolve(str(file), {}, parse_overrides((*words, *more)))
+        job = RunJob(run=run, folder=tmp_path, sources=(), tokenizer_fingerprint="")
+        return _with_deals(job, step, {"plan": {"shares": [4, 4]}}, said.append)
+
+    assert resumed(1).run.plan.shares == (4, 4)
+    assert said == []
+    assert resumed(4).run.plan.shares == (6, 2)
+    assert said == ["shares = [6, 2], as the run has dealt them in deals.jsonl, and not plan.shares = [4, 4]"]
+    for step in (1, 4):
+        with pytest.raises(PlanError, match=r"the run has dealt these shares itself, in .*deals.jsonl: restore"):
+            resumed(step, "--plan.grads", "node", "--plan.optimizer", "node", "--plan.unit", "4")
