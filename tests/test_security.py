@@ -15,6 +15,11 @@ SEAL, MEETING, RENDEZVOUS = "launch/test_seal.py", "system/test_meeting.py", "la
 
 # Beginning of a sentence -> file::test below tests/.
 TESTS = {
+    "terrace meet and the ranks of its islands open ports": "roster/test_roster_strangers.py::",
+    "Whoever connects must prove the secret over a number": (
+        "roster/test_roster_strangers.py::test_a_line_counts_at_its_place_in_its_connection_alone"
+    ),
+    "Tensors travel in the clear": FACT,
     "The configuration and the command line": FACT,
     "The ranks of the run": FACT,
     "They share a secret and do not defend": f"{RENDEZVOUS}::test_a_rank_without_the_secret_is_named_within_seconds",

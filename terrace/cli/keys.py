@@ -33,6 +33,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.pruning import BlockPruning
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import RunConfig
+from terrace.train.elastic_keys import ElasticConfig
 from terrace.train.keys import TrainConfig
 from terrace.train.layers import resolve_table
 from terrace.train.rates import ADAMW, usual_rate
@@ -51,6 +52,7 @@ _OF_TRAIN: Mapping[str, type[Any]] = {
     "balance": BalanceConfig,
     "teacher": TeacherConfig,
     "prune": BlockPruning,
+    "elastic": ElasticConfig,
 }
 _LISTS = ("data.mixture",)  # sections that are lists of tables in a file
 _NAMES = {int: "integer", float: "number", str: "string", bool: "true or false"}

@@ -27,7 +27,7 @@ from terrace.train.runs import table_to_resume
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Trains; returns 0."""
     with refusals_told():
-        table = _table(options, rest)
+        table = _with_roster(_table(options, rest), options)
         config = parse_run(table)
         # A resumed run keeps the keys of its own file.
         files = file_layers(options.config, options.plan) if options.resume in (None, AUTO) else {}
@@ -49,6 +49,16 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             fit=lambda num_ranks: fitted_run(table, num_ranks),
         )
     return 0
+
+
+def _with_roster(table: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(options, name) for name in ("meet", "island") if getattr(options, name) is not None}
+    if given.get("meet") is not None and options.resume is not None:
+        raise ConfigError(
+            "an island with --meet has its state from the others, or begins anew with them: leave --resume out, and "
+            "begin from a checkpoint with --train.weights"
+        )
+    return lay_over(table, {"elastic": given}) if given else table
 
 
 def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:

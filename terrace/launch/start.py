@@ -101,7 +101,7 @@ def join(
         raise ConfigError("no launcher started this process; use torchrun, srun or mpirun, or run it locally")
     timeout = timedelta(seconds=timeout_s)
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    seal = _secret()
+    seal = secret()
     hosting = own.rank == 0 and not agent_hosts
     waiting = say if own.local_rank == 0 or own.rank == 0 else lambda text: None
     if hosting:
@@ -156,7 +156,7 @@ def refuse(error: TerraceError) -> None:
         if own is None or own.rank == 0:
             return
         store = open_store(own.address, own.port, _TELL_S)
-        join_ranks(store, own.rank, own.world_size, error, _secret(), _TELL_S, renumber=False)
+        join_ranks(store, own.rank, own.world_size, error, secret(), _TELL_S, renumber=False)
 
 
 class LocalPool(ProcessPool):
@@ -254,7 +254,8 @@ def _why_no_nccl() -> str:
     return "" if dist.is_nccl_available() else "this torch was built without nccl"
 
 
-def _secret() -> Seal:
+def secret() -> Seal:
+    """The secret of this user's runs, or of `TERRACE_SECRET`. Raises `ConfigError`."""
     text = os.environ.get("TERRACE_SECRET")
     if text is None:
         folder = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")

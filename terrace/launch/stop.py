@@ -134,13 +134,17 @@ class Vote:
     """Agreement of all ranks on the step after which they stop. Each rank calls `after` at every step.
 
     With islands, `interval` is the number of steps between exchanges of two fragments, and `delay` the number of steps
-    that an exchange may take. Without islands ranks meet in every step.
+    that an exchange may take. Without islands ranks meet in every step. Unless it `asks_outside`, the process that
+    started the ranks is not heard.
     """
 
-    def __init__(self, world: World, signal_: StopSignal, *, interval: int = 1, delay: int = 0) -> None:
+    def __init__(
+        self, world: World, signal_: StopSignal, *, interval: int = 1, delay: int = 0, asks_outside: bool = True
+    ) -> None:
         self._rank, self._alone, self._signal = world.rank, world.world_size == 1, signal_
         self._store, self._seal = PrefixStore("run", world.store), world.seal
-        self._outside = world.store if world.rank == 0 and not world.supervised else None
+        is_asked = asks_outside and world.rank == 0 and not world.supervised
+        self._outside = world.store if is_asked else None
         self._every = interval * -(-(1 + world.world_size // _LOOKS_A_STEP) // interval)
         # Steps from a look to the first look that all ranks are still before.
         self._ahead = self._every * -(-(self._every + delay) // self._every)
@@ -151,14 +155,20 @@ class Vote:
         """Requests a stop because of an error on this rank."""
         self._request = ("failed", text)
 
+    def requested(self) -> str | None:
+        """The name of the signal by which this rank, or rank 0's parent, was asked to stop; None if it was not."""
+        if self._signal.name is not None:
+            return self._signal.name
+        if self._outside is not None and self._outside.check([_REQUESTED]):
+            return self._seal.open(_REQUESTED, bytes(self._outside.get(_REQUESTED)))
+        return None
+
     def after(self, num_done: int) -> Stop | None:
         """The stop due after `num_done` steps, or None; the same on every rank."""
         if num_done % self._every:
             return None
-        if self._request is None and self._signal.name is not None:
-            self._request = ("signal", self._signal.name)
-        if self._request is None and self._outside is not None and self._outside.check([_REQUESTED]):
-            self._request = ("signal", self._seal.open(_REQUESTED, bytes(self._outside.get(_REQUESTED))))
+        if self._request is None and (name := self.requested()) is not None:
+            self._request = ("signal", name)
         if self._request is not None and not self._settled:
             why, text = self._request
             # No rank can be past the look at this step, so all of them see the wish before it ends.

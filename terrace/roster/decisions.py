@@ -9,9 +9,9 @@ harm.
 
 Rules, in the order of `next_entry`:
 
-- **Lost.** A member that was not heard for `patience_s`, or whose connection has ended, is lost, with what it has in
-  hand, provided that another member that holds the parameters is heard. If all are silent, it is this process that is
-  cut off, and nobody is lost.
+- **Lost.** A member that was not heard for `patience_s`, or for a quarter of it since its connection has ended, is
+  lost, with what it has in hand, provided that another member that holds the parameters is heard. If all are silent,
+  it is this process that is cut off, and nobody is lost.
 - **Exchange.** It begins when all that have a window in hand have trained it; or `patience_s` after the first of the
   newest window has, without those that are late. Members without a window take part, too: they are healed, or idle.
 - **Commit**, if all islands of an attempt hold its sums.
@@ -101,6 +101,7 @@ class Heard:
 
 
 Ears = Mapping[str, Heard]  # by island
+_FASTER = 4  # a process whose connection has ended is most likely dead: a guess
 
 
 def hear(ears: Ears, report: Report, now_s: float) -> dict[str, Heard]:
@@ -130,12 +131,11 @@ def arrival(roster: Roster, ears: Ears, report: Report, now_s: float) -> tuple[t
         return (), None
     if roster.is_finished:
         return (), Reply(is_finished=True, version=roster.exchange)
-    if report.window >= 0 or report.version > 0:
+    if report.window >= 0 or report.version > 0 or report.leaves:
         return (), Reply(is_out=True)
     if member is not None:
         # The process before it may have died this moment. It is lost by the rule for all, and this one asks again.
-        heard = ears.get(member.name)
-        if heard is None or not heard.is_cut or not _can_go(roster, ears, member, now_s):
+        if _is_heard(ears, member, now_s, roster) or not _can_go(roster, ears, member, now_s):
             return (), Reply(
                 refused=f"island {report.island!r} is in the roster already: give every island a name of its own "
                 "(--elastic.island)"
@@ -221,7 +221,10 @@ def _report(ears: Ears, member: Member) -> Report | None:
 def _is_heard(ears: Ears, member: Member, now_s: float, roster: Roster) -> bool:
     heard, terms = ears.get(member.name), roster.terms
     assert terms is not None
-    return heard is not None and not heard.is_cut and now_s - heard.at_s <= terms.patience_s
+    if heard is None:
+        return False
+    # A connection may be lost alone: whoever lives connects again at once.
+    return now_s - heard.at_s <= terms.patience_s / (_FASTER if heard.is_cut else 1)
 
 
 def _leaves(ears: Ears, member: Member) -> bool:
@@ -234,7 +237,10 @@ def _why_gone(roster: Roster, ears: Ears, member: Member, now_s: float) -> str:
         is_cut = member.name in ears and ears[member.name].is_cut
         return "its connection has ended" if is_cut else "it was not heard"
     in_it = roster.running is not None and member.name in roster.running.islands
-    return "it leaves" if _leaves(ears, member) and member.deal is None and not in_it else ""
+    report = _report(ears, member)
+    # Not before it has applied the exchange that it leaves after.
+    is_done = report is not None and report.leaves and report.version == member.version and member.deal is None
+    return "it leaves" if is_done and not in_it else ""
 
 
 def _can_go(roster: Roster, ears: Ears, member: Member, now_s: float) -> bool:
@@ -336,13 +342,12 @@ def _same(member: Member, brought: Brought) -> bool:
 
 def _unreached(roster: Roster, running: Attempted, reports: Mapping[str, Report | None], stay: set[str]) -> str:
     """The island that most others could not reach; "" if none can be left out."""
-    blamed = Counter(
-        name
-        for report in reports.values()
-        if report is not None and report.failed == running.key
-        for name in report.blames
-        if name in stay
-    )
+    blamed = Counter[str]()
+    for own, report in reports.items():
+        if report is not None and report.failed == running.key:
+            there = set(report.blames) & stay
+            # Who reaches none of several others is cut off itself.
+            blamed.update([own] if len(there) == len(stay) - 1 > 1 else there)
     for name, _ in sorted(blamed.items(), key=lambda each: (-each[1], running.islands[each[0]].version, each[0])):
         others = [each for each in roster.members if each.name in stay and each.name != name]
         if any(each.version == roster.version for each in others) and _has_purpose(roster, others):

@@ -11,13 +11,14 @@ trains, and what no exchange has taken yet, is *in hand*.
 
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from terrace.base.errors import ConfigError
 from terrace.base.schema import load
 
 
-class Attempt(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Attempt:
     """The number of an exchange and of an attempt at it, both from 0."""
 
     exchange: int

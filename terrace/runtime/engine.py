@@ -16,7 +16,7 @@ from terrace.plan.pruning import check_pruning
 from terrace.plan.wire import MessageClass
 from terrace.program.cycle import exchanging, outer_program
 from terrace.program.loads import Loads
-from terrace.program.lowering import build_stages, forward_programs, restoring_program
+from terrace.program.lowering import build, build_stages, forward_programs, restoring_program
 from terrace.program.outer_result import OuterResult
 from terrace.program.phase import Phase
 from terrace.program.program import Program
@@ -174,6 +174,18 @@ class Engine:
                 results += self.island.applied(exchange)
             self.drain()
         return results
+
+    def take_share(self, num_micros: int) -> None:
+        """Make steps of `num_micros` micro-batches from now on, by a program of its own. Every rank calls this.
+
+        Not for plans with islands or shares, whose programs differ between members.
+        """
+        program, specs = self.program, self.state.specs
+        if num_micros != program.num_micros:
+            sequence, stage = program.model.sequence, program.stage.index
+            program = build(program.cluster, program.plan, specs, num_micros, sequence, stage)
+            verify(program, self.rank)
+        self._programs = {NO_EXCHANGE: program}
 
     def _exchanging(self, exchange: Exchange) -> Program:
         """The training program with `exchange` at its end, cached; a cycle has only a few."""

@@ -31,6 +31,7 @@ from terrace.plan.presets import command_plan
 from terrace.plan.pruning import NO_PRUNING, BlockPruning
 from terrace.plan.validate import num_micro_batches
 from terrace.runtime.settings import OptimizerConfig
+from terrace.train.elastic_keys import NO_ROSTER, ElasticConfig
 from terrace.train.keys import ON_PAIRS, TrainConfig
 from terrace.train.teacher_keys import NO_TEACHER, TeacherConfig, teacher_model
 
@@ -49,6 +50,7 @@ class RunConfig:
     balance: BalanceConfig | None = None  # losses of the routers of mixtures
     teacher: TeacherConfig = NO_TEACHER  # whose distributions the model learns
     prune: BlockPruning = NO_PRUNING  # blocks of matrices that are set to zero
+    elastic: ElasticConfig = NO_ROSTER  # the roster that the run is an island of
 
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Block specs with frozen parameters marked, and adapters if the run has any."""
@@ -121,6 +123,7 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
         balance=load(BalanceConfig, table["balance"], "balance") if "balance" in table else None,
         teacher=load(TeacherConfig, table.get("teacher", {}), "teacher"),
         prune=prune,
+        elastic=load(ElasticConfig, table.get("elastic", {}), "elastic"),
     )
 
 
@@ -153,12 +156,14 @@ def sections_with(key: str) -> list[str]:
     """Sections of a run that have the key `key`."""
     hints = {name: hint for name, hint in get_type_hints(RunConfig).items() if name in _KEYED} | {"lora": LoraConfig}
     hints |= {"teacher": TeacherConfig, "prune": BlockPruning}
+    hints |= {"teacher": TeacherConfig, "elastic": ElasticConfig}
     return [name for name, hint in hints.items() if any(item.name == key for item in fields(hint))]
 
 
 def run_toml(run: RunConfig) -> str:
     """The resolved configuration as TOML. `parse_run` restores an equal value."""
     values = {item.name: getattr(run, item.name) for item in fields(run)}
-    table = {name: dump(value) for name, value in values.items() if value not in (None, NO_TEACHER, NO_PRUNING)}
+    absent = (None, NO_TEACHER, NO_PRUNING, NO_ROSTER)
+    table = {name: dump(value) for name, value in values.items() if value not in absent}
     table["model"] = dump(to_table(run.model))
     return tomli_w.dumps(table)

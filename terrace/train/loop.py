@@ -13,10 +13,9 @@ from typing import Any
 
 from terrace.checkpoint.layout import folder_of
 from terrace.cluster.cluster import Cluster
-from terrace.data.feeding import Feeder
 from terrace.launch import flight
 from terrace.launch.signals import SIGNALS
-from terrace.launch.stop import Stop, StopSignal, Vote
+from terrace.launch.stop import Stop, StopSignal
 from terrace.launch.watchdog import watch
 from terrace.launch.world import World
 from terrace.program.report import StepReport, plain, read_plain
@@ -31,6 +30,7 @@ from terrace.train.facts import facts_of
 from terrace.train.follow import Following
 from terrace.train.gauges import Gauges
 from terrace.train.job import RunJob
+from terrace.train.meeting import meeting_of
 from terrace.train.metrics import Observer, Outcome, SlowestRank, own_seconds
 from terrace.train.profiler import Profiler
 from terrace.train.rank import RankOfRun
@@ -73,13 +73,15 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
     job, run, engine = rank.job, rank.run, rank.engine
     dog, observer = rank.dog, rank.observer
     outer = run.plan.outer
-    vote = Vote(rank.world, stop_signal, interval=outer.interval, delay=outer.delay)
     first_step = rank.resume()
+    meeting = meeting_of(rank, stop_signal)
+    vote = meeting.vote(rank.world, stop_signal, outer)
     cluster, busy = _calibrated(rank, first_step)
     cost = rank.cost(cluster)
     made = rank.micro_batches(rank.batches, cost)
     dog.idle("preparing the objective")
     rank.learning.begin(engine, job, observer.note, dog.idle)
+    first_step = meeting.join(first_step)
     saves, records = Saves(rank, cost, vote), Records(rank, first_step)
     validation = Validation(rank, lambda batches: rank.micro_batches(batches, cost), first_step)
     copies = copies_of(engine, rank.world, job, facts_of(job, cost), rank.reporter.at, observer.note)
@@ -99,15 +101,17 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
         gauges,
         SlowRanks(rank),
         records,
+        meeting,
         validation,
         Shown(rank, first_step),
         StepChecks(rank, first_step),
         saves,
     )
     before = CoreSeconds.now()
-    # Closed on any error too: its thread would go on reading data.
-    with closing(Feeder(rank.learning.fed(made), first_step, run.train.steps)) as feeder:
-        stop = run_steps(rank, hooks, feeder, first_step)
+    with closing(
+        meeting.stretches(made, rank.learning.fed(made), range(first_step, run.train.steps), saves.save_last)
+    ) as stretches:
+        stop = run_steps(rank, hooks, stretches)
     if stop is not None:
         rank.close()
         return stop

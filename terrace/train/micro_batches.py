@@ -53,6 +53,14 @@ class MicroBatches:
         # Tensor and pipeline ranks of one data rank read the same rows.
         self._place = program.layout.data_rank(rank), program.layout.data_degree, program.plan.micro_batch
 
+    def deal(self, place: int, degree: int, shares: tuple[int, ...]) -> None:
+        """From now on this rank is data rank `place` of `degree`, in equal groups with these `shares`.
+
+        A share is the number of micro-batches of a rank in a step.
+        """
+        self._place = place, degree, self._place[2]
+        self._shares_at = lambda step: shares
+
     def step(self, step: int) -> StepBatches:
         if self._context is None:
             rows = self._batches.micro_batches(step, *self._place, self._shares_at(step))

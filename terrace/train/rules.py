@@ -24,10 +24,12 @@ from terrace.plan.members import check_new_shares, with_shared_size
 from terrace.plan.pruning import NO_PRUNING, check_pruning, pruned_params
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate
+from terrace.plan.wire import MessageClass
 from terrace.train.config import RunConfig, parse_sections
 from terrace.train.keys import AUTO, TrainConfig
 from terrace.train.planned import num_machines
 from terrace.train.teacher import check_teacher
+from terrace.train.teacher_keys import DISTILL
 
 NUMBERS = ("micro_batch", "unit")  # of a plan, chosen where it leaves them out
 
@@ -57,6 +59,7 @@ def _check(run: RunConfig) -> None:
     check_objective(run)
     check_teacher(run)
     check_blocks(run, blocks)
+    check_elastic(run)
     check_evaluation(run)
     check_attention(run)
     check_kernels(run)
@@ -153,6 +156,41 @@ def check_following(run: RunConfig) -> None:
             f"{key} has no effect in train.steps = {train.steps}: after train.slow_steps = {train.slow_steps}, shares "
             f"could change in step {first + 1} first; lower train.slow_steps, raise train.steps, or leave {key} out"
         )
+
+
+def check_elastic(run: RunConfig) -> None:
+    """Raises a `TerraceError` for a run that cannot be an island of a roster, and for wrong keys of `[elastic]`."""
+    run.elastic.check()
+    if not run.elastic.meet:
+        return
+    here = "a run with --meet is one island of a roster"
+    if run.plan.outer.has_islands:
+        raise PlanError(f"{here}, and its plan has islands of its own: leave plan.outer out, for the keys of [elastic]")
+    if run.plan.shares:
+        raise PlanError(f"{here}, which deals shares anew at every exchange: leave plan.shares out")
+    if run.train.follow:
+        raise ConfigError(f"{here}, which deals shares anew at every exchange: leave train.follow out")
+    if run.prune != NO_PRUNING:
+        raise ConfigError(f"{here}, and [prune] is not implemented for them: leave it out")
+    if is_context_parallel(run.mesh, run.plan):
+        raise PlanError(f"{here}, whose batch is dealt in whole rows: leave out the context axis and balance")
+    if run.layout.span(run.layout.optimizer) < run.layout.degree:
+        raise PlanError(
+            f"{here}, and optimizer = {run.plan.optimizer!r} keeps several copies of its states in it, which would all "
+            "cross the slow link: shard them over the island (zero1, zero3, three-level)"
+        )
+    if run.plan.keep.is_below:
+        raise PlanError(f"{here}, whose states are on the device: leave plan.keep out")
+    if MessageClass.OUTER.value in run.plan.wire:
+        raise PlanError(f"{here}, whose exchanges are in plan.sums: leave plan.wire.outer out")
+    if run.train.objective == DISTILL or run.on_pairs:
+        raise ConfigError(f'{here}, and train.objective = "{run.train.objective}" is not implemented for them')
+    if run.train.peer_copies:
+        raise ConfigError(f"{here}, which the others heal: leave train.peer_copies out")
+    if run.train.checkpoint_every == AUTO:
+        raise ConfigError(f'train.checkpoint_every = "{AUTO}" is not implemented for a roster: give a number of steps')
+    if run.balance is not None and (run.balance.bias or run.balance.step):
+        raise ConfigError(f"{here}, and balance.bias and balance.step count the tokens of all ranks: leave them out")
 
 
 def attention_case(run: RunConfig, backend: str) -> AttentionCase:

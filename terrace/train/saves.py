@@ -51,12 +51,17 @@ class Saves(Hook):
         train = self._rank.run.train
         is_last = done.number == train.steps
         # A stop is voted on after every step but the last, and always leaves a checkpoint.
-        done.stop = None if is_last else self._voted(done.number)
+        if done.stop is None:  # else this island leaves its roster
+            done.stop = None if is_last else self._voted(done.number)
         due = self._cadence.is_due(done)
         if due or done.stop is not None or is_last or done.is_new_best:
             stall_s, done.is_saved = self._save(done.number, done.best_step), True
             if not is_last and done.stop is None:
                 self._cadence.saved(stall_s, self.newest[-1].write_s if self.newest else 0.0)
+
+    def save_last(self) -> None:
+        """Save the state after all steps of a run of which this island did not train the last."""
+        self._save(self._rank.run.train.steps, None)
 
     def ended(self) -> None:
         self.failed()

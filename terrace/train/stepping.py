@@ -19,15 +19,19 @@ if TYPE_CHECKING:
     from terrace.train.rank import RankOfRun
 
 
-def run_steps(rank: "RankOfRun", hooks: Sequence[Hook], feeder: Feeder[StepBatches], first_step: int) -> Stop | None:
-    """Runs all steps from `first_step` on, or up to a stop that all ranks agree on. Every rank calls this."""
+def run_steps(
+    rank: "RankOfRun", hooks: Sequence[Hook], stretches: Iterator[tuple[range, Feeder[StepBatches]]]
+) -> Stop | None:
+    """Runs all steps of `stretches` with their batches, or up to a stop that all ranks agree on. Every rank calls
+    this.
+    """
     rank.dog.begin()
     if rank.world.rank == 0:
         begin_steps(rank.world)
     for hook in hooks:
         hook.begin()
     stop = None
-    for step in range(first_step, rank.run.train.steps):
+    for step, feeder in ((step, feeder) for steps, feeder in stretches for step in steps):
         for hook in hooks:
             hook.before(step)
         with _all_told(hooks):

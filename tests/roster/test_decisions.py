@@ -130,10 +130,15 @@ def test_a_lost_island_is_counted_with_its_share_and_steps_and_the_attempt_is_ma
     assert desk.of(Joined)[-1] == Joined(island="b", token="b1", addresses=(), version=-1)
 
 
-def test_a_connection_that_ends_is_a_loss_at_once() -> None:
+def test_an_island_whose_connection_ends_is_lost_unless_it_connects_again() -> None:
     desk = two_islands()
     desk.ears = cut(desk.ears, "b", "b0")
-    desk.report("a", 0.1)
+    desk.report("a", 0.9)
+    desk.report("b", 0.95)
+    desk.report("a", 1.5)
+    assert not desk.of(Gone)
+    desk.ears = cut(desk.ears, "b", "b0")
+    desk.report("a", 2.0)
     assert [(entry.island, entry.why) for entry in desk.of(Gone)] == [("b", "its connection has ended")]  # type: ignore[union-attr]
 
 
@@ -177,6 +182,8 @@ def test_an_island_that_leaves_goes_after_its_exchange() -> None:
     desk.report("a", **ready, holds=running.key)
     desk.report("b", **ready, holds=running.key, leaves=True)
     assert desk.of(Dealt)[-1].shares == {"a": 7}  # type: ignore[union-attr]
+    # Reported in the background before it has applied the exchange.
+    assert not desk.report("b", **ready, holds=running.key, leaves=True).is_out
     assert desk.report("b", version=1, leaves=True).is_out
     assert desk.of(Gone) == [Gone(island="b", token="b0", why="it leaves")]
 
@@ -199,7 +206,9 @@ def test_who_cannot_take_part_is_refused_in_one_line(more: dict[str, object], wo
 def test_a_process_takes_the_place_of_one_of_its_name_whose_connection_has_ended() -> None:
     desk = two_islands()
     desk.ears = cut(desk.ears, "b", "b0")
-    desk.report("b", token="b1")
+    assert desk.report("b", 0.9, token="b1").refused
+    desk.report("a", 1.0)
+    desk.report("b", 1.1, token="b1")
     assert [type(entry) for entry in desk.log[-2:]] == [Gone, Joined]
     assert desk.roster.member("b") is not None
 

@@ -1,0 +1,215 @@
+"""The meeting place of a roster: one process with a port and a log (`terrace meet`).
+
+It takes reports of islands, decides (terrace.roster.decisions) and answers. Every decision is on the disk before
+anybody hears of it, so it may be killed and started again with the same log. It holds no parameters.
+"""
+
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from terrace.base.errors import ConfigError, TerraceError
+from terrace.base.schema import load
+from terrace.launch.seal import Seal
+from terrace.roster.decisions import Heard, Reply, Report, arrival, cut, hear, reply, restarted, settled
+from terrace.roster.entries import Attempted, Dealt, Entry, Finished, Gone, Joined, entry_of, line_of
+from terrace.roster.state import Roster, after
+from terrace.roster.talk import Talk
+
+_TICK_S = 0.1
+_BACKLOG = 256
+_SILENT_S = 600.0  # a connection without a line, such as a stranger's, is closed
+_TOLD_S = 5.0  # for islands to ask once more after the end
+
+
+class Log:
+    """The file of a roster's decisions. Only one process has it open.
+
+    Raises `ConfigError` for a file that another meeting place uses or that is no log.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; name another --log") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise ConfigError(f"{path} is of a meeting place that runs: end that one, or name another --log") from error
+        self.entries = self._read()
+
+    def _read(self) -> list[Entry]:
+        self._file.seek(0)
+        whole = self._file.read()
+        # A process that was killed may have left the beginning of a line, which nobody has heard of.
+        kept, _, rest = whole.rpartition(b"\n")
+        if rest:
+            self._file.truncate(len(whole) - len(rest))
+        lines = kept.decode(errors="replace").splitlines()
+        return [entry_of(line, f"{self.path}, line {number}") for number, line in enumerate(lines, 1)]
+
+    def write(self, entries: tuple[Entry, ...]) -> None:
+        """Append entries; they are on the disk when this returns."""
+        if entries:
+            self._file.write("".join(f"{line_of(entry)}\n" for entry in entries).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: Path) -> list[Entry]:
+    """The entries of a log that a meeting place may be writing. Raises `ConfigError`."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    lines = text.rpartition(b"\n")[0].decode(errors="replace").splitlines()
+    return [entry_of(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+class Place:
+    """Decides for the islands of one run. `say` gets a line for every decision that users care for.
+
+    `wait_for` is the number of islands with which the run begins. Raises `ConfigError` for a port that is in use.
+    """
+
+    def __init__(self, host: str, port: int, seal: Seal, log: Path, wait_for: int, say: Callable[[str], None]) -> None:
+        self._seal, self._wait_for, self._say = seal, wait_for, say
+        self._log = Log(log)
+        self._roster = Roster()
+        for entry in self._log.entries:
+            self._roster = after(self._roster, entry)
+        self._ears: dict[str, Heard] = restarted(self._roster, time.monotonic())
+        self._deciding = threading.Lock()
+        self._talks: set[Talk] = set()
+        self._is_closed = False
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        except (OSError, OverflowError) as error:
+            self._log.close()
+            raise ConfigError(f"cannot listen at {host or '*'}, port {port}: {error}; name another") from error
+        self.port = int(self._listener.getsockname()[1])
+        if self._log.entries:
+            say(f"goes on from {log}: {len(self._log.entries)} decisions, {_members(self._roster)}")
+
+    def serve(self, is_over: Callable[[], bool] = lambda: False) -> bool:
+        """Serve until the run is finished and all islands know it, or `is_over`. Returns whether it is finished."""
+        threading.Thread(target=self._accept, name="roster place", daemon=True).start()
+        ended_s: float | None = None
+        try:
+            while not is_over():
+                time.sleep(_TICK_S)
+                with self._deciding:
+                    self._settle()
+                if self._roster.is_finished:
+                    ended_s = ended_s or time.monotonic()
+                    if not self._talks or time.monotonic() - ended_s > _TOLD_S:
+                        return True
+            return False
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close port, connections and log."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for talk in list(self._talks):
+            talk.end()
+        with self._deciding:
+            self._log.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            link.settimeout(_SILENT_S)
+            threading.Thread(target=self._hold, args=(link,), name="roster island", daemon=True).start()
+
+    def _hold(self, link: socket.socket) -> None:
+        last: Report | None = None
+        talk: Talk | None = None
+        try:
+            talk = Talk(link, self._seal, serves=True)
+            self._talks.add(talk)
+            while True:
+                last = load(Report, talk.receive(), "a report")
+                talk.send(asdict(self._answer(last)))
+        # The island has gone, or it is a stranger; a line of it is no reason to end.
+        except (OSError, TerraceError, ValueError):
+            pass
+        finally:
+            if talk is not None:
+                self._talks.discard(talk)
+                talk.close()
+            link.close()
+            # Unless this process itself closes the connection.
+            if last is not None and not self._is_closed:
+                with self._deciding:
+                    self._ears = cut(self._ears, last.island, last.token)
+
+    def _answer(self, report: Report) -> Reply:
+        with self._deciding:
+            now_s = time.monotonic()
+            entries, answer = arrival(self._roster, self._ears, report, now_s)
+            self._take(entries)
+            if answer is not None:
+                return answer
+            self._ears = hear(self._ears, report, now_s)
+            self._settle()
+            return reply(self._roster, report)
+
+    def _settle(self) -> None:
+        _, entries = settled(self._roster, self._ears, time.monotonic(), self._wait_for)
+        self._take(entries)
+
+    def _take(self, entries: tuple[Entry, ...]) -> None:
+        self._log.write(entries)
+        for entry in entries:
+            self._roster = after(self._roster, entry)
+            if words := in_words(entry):
+                self._say(words)
+
+
+def _members(roster: Roster) -> str:
+    names = ", ".join(each.name for each in roster.members) or "none"
+    return f"window {roster.window}, exchange {roster.exchange}, islands {names}"
+
+
+def in_words(entry: Entry) -> str:
+    """A decision as a line for users; "" for those that need none."""
+    match entry:
+        case Joined():
+            return f"island {entry.island} has come" + ("" if entry.version == 0 else ", and waits to be healed")
+        case Dealt():
+            shares = ", ".join(f"{name} {share}" for name, share in entry.shares.items())
+            return f"roster {entry.number} has steps {entry.first + 1} to {entry.last + 1}: shares {shares}"
+        case Attempted() if entry.attempt or entry.missed:
+            left_out = "".join(f"; without {name}: {why}" for name, why in entry.missed.items())
+            again = f", attempt {entry.attempt + 1}" * bool(entry.attempt)
+            return f"exchange {entry.exchange}{again} among {', '.join(entry.islands)}{left_out}"
+        case Gone():
+            lost = "nothing is lost"
+            if entry.first >= 0:
+                lost = f"lost: its {entry.share} rounds of each of steps {entry.first + 1} to {entry.last + 1}"
+            return f"island {entry.island} is gone, since {entry.why}; {lost}"
+        case Finished():
+            return f"the run is finished: version {entry.version}"
+        case _:
+            return ""

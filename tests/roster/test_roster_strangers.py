@@ -1,0 +1,88 @@
+"""Processes without the run's secret on the ports of a roster."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from terrace.base.errors import ConfigError
+from terrace.launch.seal import Seal
+from terrace.roster.decisions import Report
+from terrace.roster.entries import Attempt, Terms
+from terrace.roster.links import Links, Post
+from terrace.roster.place import Place
+from terrace.roster.talk import Talk
+
+OWN, OTHER = Seal(b"0" * 32, "the test"), Seal(b"1" * 32, "a stranger")
+REPORT = Report(island="a", token="t", terms=Terms(every=1, steps=2, rounds=1, patience_s=5.0))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    over = threading.Event()
+    found = Place("127.0.0.1", 0, OWN, tmp_path / "roster.jsonl", 1, lambda line: None)
+    thread = threading.Thread(target=found.serve, args=(over.is_set,), daemon=True)
+    thread.start()
+    yield found
+    over.set()
+    thread.join()
+
+
+def connected(place: Place) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", place.port), timeout=5)
+
+
+def test_a_stranger_is_not_answered_and_decides_nothing(place: Place, tmp_path: Path) -> None:
+    talk = Talk(connected(place), OTHER, serves=False)
+    talk.send(asdict(REPORT))
+    with pytest.raises(OSError, match="ended"):
+        talk.receive()
+    assert not (tmp_path / "roster.jsonl").read_text()
+    own = Talk(connected(place), OWN, serves=False)
+    own.send(asdict(REPORT))
+    assert own.receive()["deal"]["shares"] == {"a": 1}
+
+
+def test_a_line_counts_at_its_place_in_its_connection_alone(place: Place) -> None:
+    link = connected(place)
+    number = link.makefile("rb").readline().decode().strip()
+    sealed = OWN.within(f"roster/{number}").close("island/0", json.dumps(asdict(REPORT)))
+    link.sendall(f"{sealed}\n{sealed}\n".encode())
+    answers = link.makefile("rb")
+    assert answers.readline()
+    assert not answers.readline()  # the same line again ends the connection
+    other = connected(place)
+    other.makefile("rb").readline()
+    other.sendall(f"{sealed}\n".encode())
+    assert not other.makefile("rb").readline()
+
+
+def test_a_reply_of_a_stranger_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+        with there:
+            server = threading.Thread(target=lambda: Talk(there, OTHER, serves=True).send({}), daemon=True)
+            server.start()
+            with pytest.raises(ConfigError, match="not of this run"):
+                Talk(link, OWN, serves=False).receive()
+            server.join()
+
+
+def test_a_connection_between_islands_needs_the_secret_and_the_rank() -> None:
+    post, key = Post(OWN, 0, "127.0.0.1"), Attempt(0, 0)
+    try:
+        for seal, rank in ((OTHER, 0), (OWN, 1)):
+            link = Links(post, seal, rank, 1.0)._dial(key, "b", post.address)
+            link.settimeout(5)
+            assert not link.recv(1)  # the listener has closed it
+        assert not post.fetch([(key, "b")], time.monotonic() + 0.2, lambda: False)
+        Links(post, OWN, 0, 1.0)._dial(key, "b", post.address)
+        assert [*post.fetch([(key, "b")], time.monotonic() + 5, lambda: False)] == ["b"]
+    finally:
+        post.close()
