@@ -162,9 +162,9 @@ class Collectives:
             source = reduce_hop(transfer, hop, source, origin)
         return self._sum_messages(transfer, whole, source, origin) if whole else source
 
-    def sum_control(self, transfer: Transfer, values: Tensor) -> Tensor:
-        """Sum `values`, fp64, and the rounding errors over all ranks: concatenated, bitwise equal on every rank."""
-        values = torch.cat([values, self.errors.take()])
+    def sum_control(self, transfer: Transfer, values: Tensor, *, alone: bool = False) -> Tensor:
+        """Sum `values`, fp64, then rounding errors unless `alone`, over all ranks: bitwise equal on every rank."""
+        values = values if alone else torch.cat([values, self.errors.take()])
         for hop in transfer.gathering:
             # All ranks sum the same rows in the same order, so results are bitwise equal, which an all-reduce does not
             # guarantee.

@@ -8,6 +8,7 @@ from typing import Literal
 
 Medium = Literal["device", "host", "disk"]
 Side = Literal["device", "host"]
+Order = Literal["forward", "backward"]
 HOST: Side = "host"
 CORES = "host cores"  # the lane of updates on the host
 DEVICE: Medium = "device"
@@ -34,6 +35,7 @@ class Keep:
     params: Medium = "device"  # the working copy of the parameters
     activations: Medium = "device"  # inputs of blocks, from their forward to their backward (terrace.plan.boundaries)
     update: Side = "device"  # whose cores update: the host's need gradients and optimizer states in its memory
+    order: Order = "forward"  # of updates: behind CLIP, or each in the backward behind the SYNC of its block
     blocks: tuple[str, ...] = ()  # the blocks whose inputs leave, as in `Plan.recompute`; empty: all layers
     piece: int = 1 << 20  # elements of a flat buffer that are read or written at a time
     ring: int = 4  # pieces of optimizer states that are on the device at a time
@@ -62,6 +64,11 @@ class Keep:
     def updates_on_host(self) -> bool:
         """Whether the host's cores update, on a lane of their own."""
         return self.update == HOST
+
+    @property
+    def layer_wise(self) -> bool:
+        """Whether each block is updated when its gradient is complete, without the norm of the whole model."""
+        return self.order == "backward"
 
     @property
     def hands_over(self) -> bool:

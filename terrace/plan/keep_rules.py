@@ -25,6 +25,8 @@ def check_keep(cluster: Cluster, plan: Plan) -> None:
             f"keep.blocks = {list(keep.blocks)} has no effect: their inputs would leave the device; leave it out, or "
             "write keep.activations = 'disk'"
         )
+    if keep.layer_wise:
+        _check_order(plan)
     if keep.updates_on_host and not keep.optimizer_below:
         raise PlanError(
             f"keep.update = {keep.update!r} with optimizer states on the device, which would move both ways: write "
@@ -63,6 +65,36 @@ def _check_medium(cluster: Cluster, state: str, medium: str) -> None:
         raise PlanError(
             f"{said}, and the device of cluster {cluster.name!r} has no {medium} below it: describe it as "
             f"[device.below.{medium}]{measured}"
+        )
+
+
+def _check_order(plan: Plan) -> None:
+    said = f"keep.order = {plan.keep.order!r}"
+    if not plan.keep.updates_on_host:
+        raise PlanError(
+            f"{said} of updates on the device, which would hold up its backward: write keep.update = 'host', or leave "
+            "keep.order out"
+        )
+    if plan.compute == "fp16":
+        raise PlanError(
+            f"{said} beside compute = 'fp16': whether a step is skipped is known at its end; use bf16, or leave "
+            "keep.order out"
+        )
+    if plan.schedule is not None:
+        raise PlanError(
+            f"{said} beside schedule = {plan.schedule!r}: stages share the control message at the end of a step; leave "
+            "one of them out"
+        )
+    if plan.expert_gaps:
+        raise PlanError(f"{said} beside expert_gaps, whose gradients arrive in parts: leave one of them out")
+
+
+def check_clip(plan: Plan, clip: float) -> None:
+    """Raise `PlanError` if updates in the backward would need the norm of the whole model."""
+    if plan.keep.layer_wise and clip:
+        raise PlanError(
+            f"keep.order = {plan.keep.order!r} with optimizer.clip = {clip:g}: a clipped update needs the norm of the "
+            "whole model; write optimizer.clip = 0, or leave keep.order out"
         )
 
 

@@ -21,16 +21,18 @@ from terrace.plan.boundaries import input_bytes, leaving
 from terrace.plan.dims import is_layer
 from terrace.plan.edges import edge_of
 from terrace.plan.flats import FlatParamSpec, block_flats
-from terrace.plan.keep import ALL_ON_DEVICE, HOST, Keep
+from terrace.plan.keep import ALL_ON_DEVICE, HOST, Keep, Order
 from terrace.plan.keep_rules import check_keep
 from terrace.plan.kept import resting_bytes, updated_bytes
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.slices import slice_blocks
 from terrace.plan.tensor_traffic import TensorTraffic
+from terrace.planner.evaluate import step_of
 from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
+from terrace.simulate.step import predict_step
 
 if TYPE_CHECKING:
     from terrace.planner.products import ProductsFound
@@ -153,11 +155,22 @@ def lanes_words(task: Task, best: Estimate) -> str:
             numels = sum(updated_bytes(plan, flat) for flats in _flats(task, plan) for flat in flats)
             cores_s = below.update_s(numels) / Mesh.of(task.cluster, plan).total("pipeline")
             words += f"; updates take the host's cores {seconds(cores_s)}"
+            words += _order_words(task, plan)
         # Bytes of inputs grow with the batch as computing does.
         if max(lanes_s) > computing_s and task.keep.activations != medium:
             words += f"; from a batch of about {most:,} sequences on, passed in one unit, it computes for longer"
         found.append(words)
     return "; ".join(found)
+
+
+def _order_words(task: Task, plan: Plan) -> str:
+    """The step of the plan in the other order of updates, which clipping decides."""
+    if plan.compute == "fp16":
+        return ""
+    other: Order = "forward" if plan.keep.layer_wise else "backward"
+    step = step_of(task, replace(plan, keep=replace(plan.keep, order=other)))
+    clip = " and optimizer.clip = 0" if other == "backward" else ""
+    return f", and with keep.order = {other!r}{clip} the step is {seconds(predict_step(step).step_s)}"
 
 
 def _has_room(found: "ProductsFound") -> bool:

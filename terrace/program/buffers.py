@@ -223,7 +223,7 @@ def _accumulated(model: "ShardedModel", instructions: Sequence[Instruction]) -> 
                     opened[needed] = position
         elif op is Op.SYNC and sizes[block]:
             complete.append(block)
-            if is_final_at_once(model.flats[block]):
+            if is_final_at_once(model.flats[block]) or model.plan.keep.layer_wise:
                 settle(0, len(written) + len(complete), position)
         elif op is Op.CLIP:
             settle(0, 0, position)

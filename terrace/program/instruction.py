@@ -15,6 +15,7 @@
 | SYNC            | reduce the accumulated gradient over tiers outside the grads tier, once a step    |
 | COUNT           | sum the router choices of the stage over its ranks, once a step                   |
 | CLIP            | reduce gradient norm, loss and token count in one message, for one scale          |
+| AGREE           | sum a block's squared gradient norm, and tokens, for an update before CLIP        |
 | ORTHOGONALISE   | Muon: gather the whole momentum of a layer's matrices from the optimizer tier     |
 | UPDATE          | run the optimizer on the shard of the optimizer tier                              |
 | REFRESH         | round the master parameters into the working copy, back on the params tier        |
@@ -53,6 +54,7 @@ class Op(StrEnum):
     SYNC = "SYNC"
     COUNT = "COUNT"
     CLIP = "CLIP"
+    AGREE = "AGREE"
     ORTHOGONALISE = "ORTHOGONALISE"
     UPDATE = "UPDATE"
     REFRESH = "REFRESH"
@@ -103,6 +105,7 @@ SPECS: dict[Op, OpSpec] = {
     Op.SYNC: OpSpec(("block", "in_gaps"), MessageClass.SYNC, of_each_block=(Phase.TRAIN,)),
     Op.COUNT: OpSpec((), MessageClass.COUNTS),
     Op.CLIP: OpSpec((), MessageClass.CONTROL, phases=_EVALUATED),
+    Op.AGREE: OpSpec(message=MessageClass.CONTROL),
     Op.ORTHOGONALISE: OpSpec(message=MessageClass.ORTHOGONALISE),
     Op.UPDATE: OpSpec(of_each_block=(Phase.TRAIN,)),
     Op.REFRESH: OpSpec(

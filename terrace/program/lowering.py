@@ -145,7 +145,8 @@ def _lowered(
     def lower(stages: Sequence[Stage]) -> list[Program]:
         wanted = stages if only is None else [stages[only]]
         if only is None and num_micros * len(blocks) <= _LONG_STEP:
-            written = _all_written(_Read(tuple(stages), plan.prefetch, plan.unit, _facts(model), model))
+            read = _Read(tuple(stages), plan.prefetch, plan.unit, plan.keep.layer_wise, _facts(model), model)
+            written = _all_written(read)
         else:
             written = [_written(Program(model=model, stage=stage), stages) for stage in wanted]
         pairs = zip(wanted, written, strict=True)
@@ -177,6 +178,7 @@ class _Read:
     stages: tuple[Stage, ...]
     prefetch: int
     unit: int
+    layer_wise: bool
     facts: tuple[_Fact, ...]  # of every block
     model: ShardedModel = field(compare=False)
 
@@ -287,6 +289,8 @@ def step_end(program: Program) -> Iterator[Instruction]:
             yield Instruction(Op.TIE, block, peer=peer)
             yield Instruction(Op.SYNC, block)
     yield Instruction(Op.CLIP)
+    if program.plan.keep.layer_wise:
+        return
     whole = orthogonalised(program.model.flats, stage.held)  # each is gathered while the previous one is updated
     following = dict(pairwise(whole))
     # The first gather has no update to hide behind.

@@ -10,7 +10,13 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Message
 from terrace.program.phase import Phase
-from terrace.program.resolve import control_message, counts_message, outer_numbers_message, stage_message
+from terrace.program.resolve import (
+    AGREED,
+    control_message,
+    counts_message,
+    outer_numbers_message,
+    stage_message,
+)
 
 if TYPE_CHECKING:
     from terrace.program.sharded_model import ShardedModel
@@ -31,8 +37,10 @@ def message_of(
     # Control numbers are summed over all stages, not over the ranks of a block.
     if message_class is MessageClass.CONTROL:
         # A training step stays inside an island; an evaluation spans all islands.
-        inside = phase is Phase.TRAIN
-        return control_message(model.stage_layout, model.world_layout, model.plan, model.blocks, inside=inside)
+        inside, numbers = phase is Phase.TRAIN, AGREED if instruction.op is Op.AGREE else 0
+        return control_message(
+            model.stage_layout, model.world_layout, model.plan, model.blocks, inside=inside, numbers=numbers
+        )
     if instruction.op is Op.OUTER_COUNT:
         return outer_numbers_message(model.world_layout, model.plan, model.blocks, exchange)
     if message_class is MessageClass.COUNTS:

@@ -99,16 +99,27 @@ def _part(whole: Transfer, plan: Plan, start: int, stop: int) -> Transfer:
     return replace(part, columns=(start, stop), reduce_buffers=tuple(reduced), gather_buffers=tuple(gathered))
 
 
+AGREED = 2  # numbers of AGREE: the squared gradient norm of a block, and the tokens of the step
+
+
 def control_message(
-    stage_layout: Layout, world_layout: Layout, plan: Plan, blocks: Sequence[BlockSpec], *, inside: bool = True
+    stage_layout: Layout,
+    world_layout: Layout,
+    plan: Plan,
+    blocks: Sequence[BlockSpec],
+    *,
+    inside: bool = True,
+    numbers: int = 0,
 ) -> Message:
     """Message of CLIP: on each tier a rank sends all its numbers to every peer and sums those it receives.
+
+    With `numbers` that of another op, which has so many.
 
     With `inside` it stays inside an island.
     """
     crossed = world_layout.inside if inside else range(len(world_layout.tiers))
     tiers = tuple(tier for tier in crossed if world_layout.degrees[tier] > 1)
-    numbers = control_numbers(stage_layout, plan, blocks)
+    numbers = numbers or control_numbers(stage_layout, plan, blocks)
     # Few numbers (losses, squared norms, token counts), so fp64 costs next to nothing.
     hops = tuple(Hop(tier, world_layout.degrees[tier], FORMATS["fp64"], numbers) for tier in tiers)
     # As for block messages, the lane is the outermost tier.

@@ -113,7 +113,7 @@ def _after(op: Op, needed: Callable[[Walk, int], bool] = lambda walk, block: Tru
 _BELOW = (Op.EVICT, Op.FETCH)
 _OF_MICROS = (*PASSES, Op.REDUCE, *_BELOW)
 _ONCE = frozenset(Op) - {Op.GATHER, Op.FREE}
-_OF_STATES = (Op.REDUCE, Op.SYNC, Op.REFRESH, Op.OUTER_START, Op.OUTER_APPLY)
+_OF_STATES = (Op.REDUCE, Op.SYNC, Op.AGREE, Op.REFRESH, Op.OUTER_START, Op.OUTER_APPLY)
 _TRAINED = (*_OF_STATES, Op.TIE, Op.UPDATE)
 _READ = (Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT)
 _HALVES = (Op.BACKWARD, Op.BACKWARD_INPUT)
@@ -213,7 +213,10 @@ RULES = (
         "the block has no matrices that the optimizer updates as wholes",
         lambda w, now: now.block not in w.orthogonalised,
     ),
-    Rule((Op.ORTHOGONALISE, Op.UPDATE), _BEFORE, lambda w, now: w.missing([Op.CLIP])),
+    Rule((Op.AGREE,), "blocks are updated behind CLIP", lambda w, now: not w.layer_wise),
+    Rule((Op.AGREE,), _BEFORE, _after(Op.SYNC)),
+    Rule((Op.UPDATE,), _BEFORE, _after(Op.AGREE, lambda w, _: w.layer_wise)),
+    Rule((Op.ORTHOGONALISE, Op.UPDATE), _BEFORE, lambda w, now: None if w.layer_wise else w.missing([Op.CLIP])),
     # One layer is updated while the next is gathered.
     Rule((Op.ORTHOGONALISE,), "the whole matrices of two layers are held already", lambda w, now: w.directions > 1),
     Rule((Op.UPDATE,), _BEFORE, _after(Op.ORTHOGONALISE, lambda w, block: block in w.orthogonalised)),

@@ -81,6 +81,7 @@ def write_passes(program: "Program", stages: Sequence[Stage]) -> Writer:
     return found
 
 
+_UPDATES = (Op.AGREE, Op.UPDATE, Op.REFRESH)  # in the backward: full parameters are freed first
 _Extra = tuple[tuple[Instruction, ...] | None, ...] | None  # instructions at each pass of a body
 
 
@@ -102,8 +103,9 @@ def _body(
     for own, before, after, last in zip(each, issued or none, reduced or none, freed or none, strict=True):
         yield from before or ()
         yield from own
-        yield from after or ()
+        yield from (now for now in after or () if now.op not in _UPDATES)
         yield from last or ()
+        yield from (now for now in after or () if now.op in _UPDATES)
 
 
 def _send(edge: "_Edge") -> Instruction:
@@ -132,6 +134,8 @@ def _reduced(program: "Program") -> dict[int, tuple[Instruction, ...]]:
             # The SYNC of a tied block waits for its TIE at the end of the step.
             if block not in tied:
                 found[numbers[-1]] += (Instruction(Op.SYNC, block, in_gaps=parts[Op.SYNC] and numbers[-1] in gaps),)
+                if program.plan.keep.layer_wise:
+                    found[numbers[-1]] += tuple(Instruction(op, block) for op in _UPDATES)
     return found
 
 

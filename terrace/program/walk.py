@@ -30,6 +30,7 @@ class Walk:
         self.blocks, self.num_micros, self.unit = program.blocks, program.num_micros, program.plan.unit
         self.num_units = count_units(self.num_micros, self.unit)
         self.phase, self.trains, self.exchange = program.phase, program.trains, program.exchange
+        self.layer_wise = program.plan.keep.layer_wise
         self.has_gaps, self.has_secondary = bool(program.plan.gap_shares), program.has_secondary
         self.own, self.held, self.ties = frozenset(stage.own), frozenset(stage.held), dict(stage.ties)
         self.gathers = [model.gathers(block) for block in range(len(self.blocks))]

@@ -14,6 +14,7 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
 from terrace.runtime.flat_gradient import FlatGradient
 from terrace.runtime.flat_param import FlatParam
+from terrace.runtime.kept.host_update import Scale
 from terrace.runtime.messages import Messages, Pending
 from terrace.runtime.model_state import ModelState
 
@@ -147,7 +148,7 @@ class ParameterMessages:
             with self._messages.at(position, now):
                 self._send_refresh(now, updated)
 
-    def update_on_host(self, now: Instruction, scale: Tensor, lr: float) -> None:
+    def update_on_host(self, now: Instruction, scale: Scale, lr: float) -> None:
         """UPDATE on the host's cores, which goes on behind the instructions that follow."""
         self.open(now.block)
         tickets = [flat.update_on_host(scale, lr) for flat in self._state.trainable(now.block)]
@@ -235,6 +236,14 @@ class GradientMessages:
             self._syncs.append(self._messages.submit_gradients(carry, after))
         self.resting.issued(now.block, self._complete)
 
+    def complete(self, block: int) -> None:
+        """Wait for a block's complete gradient, note its norm, and begin to write it below the device if it is kept."""
+        self._complete(block)
+        self.resting.settle(0, len(self.resting.written) + 1, self._complete)
+        for flat in self._state.trainable(block):
+            if not flat.gradient.resting:
+                flat.gradient.note_norm()
+
     def tie(self, now: Instruction) -> None:
         """TIE."""
         self._finish()
@@ -292,7 +301,7 @@ class RestingGradients:
         self._at_once = {block: is_final_at_once([flat.spec for flat in flats]) for block, flats in self._flats.items()}
         self._opened = set[int]()
         self._under_way = deque[int]()  # complete but for messages under way
-        self._written = deque[tuple[int, Ticket]]()
+        self.written = deque[tuple[int, Ticket]]()
         self._ahead = deque[int]()  # blocks still to be read, in the order of their updates
         self._read: dict[int, Ticket] = {}
         self._taken = set[int]()
@@ -310,7 +319,7 @@ class RestingGradients:
         if block in self._flats:
             self._under_way.append(block)
             if self._at_once[block]:
-                self.settle(0, len(self._written) + 1, complete)
+                self.settle(0, len(self.written) + 1, complete)
 
     def settle(self, num_under_way: int, num_written: int, complete: Complete) -> None:
         """Write complete gradients below the device.
@@ -321,9 +330,9 @@ class RestingGradients:
             block = self._under_way.popleft()
             complete(block)
             tickets = [flat.gradient.evict() for flat in self._flats[block]]
-            self._written.append((block, tickets[-1]))
-        while len(self._written) > num_written:
-            block, written = self._written.popleft()
+            self.written.append((block, tickets[-1]))
+        while len(self.written) > num_written:
+            block, written = self.written.popleft()
             self._messages.wait_below(written, f"wait {MessageClass.KEEP_WRITE.value}")
             self._opened.remove(block)
             for flat in self._flats[block]:

@@ -134,6 +134,7 @@ class Engine:
         Positions of a batch are passed to blocks as a second argument. The tensors must not change during the step.
         Raises `ModelError` if a block does not accept positions. Raises `NonFiniteError` on every rank of the island
         if loss or gradient is inf or nan: the state is unchanged, and the error names rank, micro-batch and block.
+        Under `keep.order = "backward"` blocks whose gradients are finite have been updated: resume from a checkpoint.
         """
         self.settle()
         result = self._run(batches, lr, self._exchanging(self.island.next()))
@@ -284,6 +285,7 @@ class Engine:
         try:
             sums = self.runner.run(batches, lr, program)
         except GivenUp as given_up:
+            self.runner.drain()  # updates in the backward may be under way
             if self.state.loss_scale.skips(given_up.sums.figures[0]):
                 self.bytes.give_up()
                 return replace(self._result(given_up.sums), skipped=True)

@@ -66,6 +66,7 @@ class FlatGradient:
         self._spare: list[Tensor] = []  # without memory
         self._is_fresh = True  # `accumulated` holds nothing of this step yet
         self.accumulated, self.owned, self._squares = torch.empty(0), torch.empty(0), torch.empty(0)
+        self._is_noted = False  # whether `_squares` stand for a gradient that is gone, or scaled, when CLIP reads it
         self.resting: list[Offloaded] = []
         self.observe: Callable[[Tensor], None] = _ignore
 
@@ -99,18 +100,22 @@ class FlatGradient:
         """Begin to write the complete gradient `owned` below the device; its memory is freed once it is written."""
         if self._in_place:
             self.views.close()
-        self._squares = squared_norm(self.owned)
+        self.note_norm()
         return self.resting[0].evict()
+
+    def note_norm(self) -> None:
+        """Compute `squared_norm` now, as long as the complete gradient is there."""
+        self._squares, self._is_noted = squared_norm(self.owned), True
 
     @property
     def squared_norm(self) -> Tensor:
-        """Squared norm of the complete gradient `owned`, fp64; computed at `evict` if it is kept below."""
-        return self._squares if self.resting else squared_norm(self.owned)
+        """Squared norm of the complete gradient `owned`, fp64; computed by `note_norm` where it does not stay."""
+        return self._squares if self._is_noted else squared_norm(self.owned)
 
     @property
     def finite_witness(self) -> Tensor:
         """Numbers that are finite if the complete gradient is: `owned`, or its squared norm if it is kept below."""
-        return self._squares.view(-1) if self.resting else self.owned
+        return self._squares.view(-1) if self._is_noted else self.owned
 
     @property
     def has_buffer(self) -> bool:

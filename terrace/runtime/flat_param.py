@@ -22,7 +22,7 @@ from terrace.plan.state_bytes import keeps_master, rests_master
 from terrace.program.message import Transfer
 from terrace.runtime.flat_gradient import FlatGradient
 from terrace.runtime.flat_slices import RankSlices
-from terrace.runtime.kept.host_update import HostUpdate
+from terrace.runtime.kept.host_update import HostUpdate, Scale
 from terrace.runtime.kept.offloaded import Offloaded, Resident
 from terrace.runtime.kept.states import RESIDENT, Passages
 from terrace.runtime.kept.whole import FrozenState
@@ -213,7 +213,7 @@ class FlatParam(RankSlices):
             self._whole = None
         self.gradient.begin()  # of the next step
 
-    def update_on_host(self, scale: Tensor, lr: float) -> Ticket:
+    def update_on_host(self, scale: Scale, lr: float) -> Ticket:
         """As `update`, on the host's cores; done when the working copy has this rank's new parameters."""
         (host,) = self._on_host
         optimizer, target = self.optimizer, self._shard_piece(self.layout.optimizer)

@@ -14,6 +14,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.counts import num_choices
 from terrace.plan.dims import is_layer
 from terrace.plan.flats import FlatParamSpec
+from terrace.plan.keep_rules import check_clip
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.pruning import NO_PRUNING, BlockPruning
@@ -163,7 +164,8 @@ class ModelState:
 
 
 def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
-    """Raise `PlanError` if plan and settings name different optimizers."""
+    """Raise `PlanError` if plan and settings name different optimizers, or its order of updates does not clip."""
+    check_clip(plan, settings.clip)
     if plan.update != settings.update:
         raise PlanError(
             f"the plan is for the optimizer {plan.update!r}, the settings are of {settings.update!r}: give both the "

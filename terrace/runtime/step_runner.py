@@ -17,6 +17,7 @@ Communication goes to the lane of the outermost tier it crosses. An instruction 
     CLIP                every SYNC, and COUNT
     UPDATE              the ORTHOGONALISE of its block, under Muon
     REFRESH             the UPDATE of its block, if the host's cores update
+    AGREE               the SYNC of its block; the UPDATE behind it waits for AGREE on the host's cores
     OUTER_START         on its lane: the OUTER_COUNT before it
     OUTER_APPLY         the OUTER_START of its block, in this program or an earlier one, and the last step's refresh
 """
@@ -36,6 +37,7 @@ from terrace.runtime.clock import Clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.islands import Exchanges, Island
+from terrace.runtime.layer_wise import Agreements
 from terrace.runtime.linear import WeightGradients
 from terrace.runtime.messages import Messages, Pending, Progress, no_progress
 from terrace.runtime.model_state import ModelState
@@ -67,6 +69,8 @@ class Updates:
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
         self._scale = self._host_scale = torch.ones(())
         self._on_host = state.program.plan.keep.updates_on_host
+        self._layer_wise = state.program.plan.keep.layer_wise
+        self._agreements = Agreements(state, messages, passes, gradients)
         self._counts = list[Pending]()
         self._whole: dict[int, Pending] = {}
 
@@ -122,7 +126,7 @@ class Updates:
         if now.block in self._whole:
             self._messages.wait(self._whole.pop(now.block), "wait orthogonalise")
         if self._on_host:
-            self._parameters.update_on_host(now, self._host_scale, self.lr)
+            self._update_on_host(now)
             return
         self._gradients.resting.take(now.block)
         self._parameters.open(now.block)
@@ -130,6 +134,19 @@ class Updates:
             flat.update(self._scale, self.lr)
         self._gradients.resting.free(now.block)
         self._messages.clock.mark("update")
+
+    def agree(self, now: Instruction) -> None:
+        """AGREE."""
+        self._agreements.agree(now, counts_tokens=self._counts_loss(self._passes.calls.last))
+
+    def _update_on_host(self, now: Instruction) -> None:
+        if not self._layer_wise:
+            scale = self._host_scale
+            self._parameters.update_on_host(now, lambda: (scale,), self.lr)
+            return
+        agreed = self._agreements.scale(now.block)
+        if not self.gives_up:
+            self._parameters.update_on_host(now, agreed, self.lr)
 
 
 class StepRunner:
@@ -191,6 +208,7 @@ class StepRunner:
             Op.TIE: gradients.tie,
             Op.COUNT: updates.count,
             Op.CLIP: updates.clip,
+            Op.AGREE: updates.agree,
             Op.ORTHOGONALISE: updates.orthogonalise,
             Op.UPDATE: updates.update,
             Op.OUTER_COUNT: self.exchanges.count,

@@ -68,6 +68,14 @@ class StepSums:
         return clip / torch.where(self.num_tokens > 0, self.num_tokens, 1.0) / self.loss_scale
 
 
+def agreed_scale(squared_norm: float, num_tokens: float) -> Sequence[Tensor]:
+    """The scale of a block's update without clipping, for the sums of AGREE; none if its gradient is not finite."""
+    if not math.isfinite(squared_norm):
+        return ()
+    nothing, count = torch.zeros((), dtype=torch.float64), torch.tensor(num_tokens, dtype=torch.float64)
+    return [StepSums(nothing, nothing, count).scale(0.0)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """One step: mean loss over the valid tokens of the global batch, and its gradient norm before clipping.

@@ -18,12 +18,13 @@ class BelowClocks:
 
     __slots__ = (
         *("evicted", "fetched", "grads_there", "grads_written", "late", "leaving", "now_s", "params_written", "slots"),
-        *("refreshes", "updates"),
+        *("agreed", "refreshes", "updates"),
     )
 
     def __init__(self, program: "Program") -> None:
         self.now_s, self.slots = 0.0, Slots(program)
         self.grads_written: deque[Moment] = deque()  # when each block's gradients are written
+        self.agreed = dict[int, Moment]()  # block -> when the sums of its AGREE are there
         self.grads_there = dict[int, Moment]()  # block -> when its gradient is where the host's cores read it
         self.refreshes = dict[int, Moment]()  # block -> when its new parameters are there
         self.updates = dict[int, Moment]()  # block -> when its update on the host's cores is over
@@ -37,6 +38,10 @@ class BelowClocks:
     @abstractmethod
     def wait(self, moment: Moment, category: str) -> None:
         """Make the compute stream wait."""
+
+    @abstractmethod
+    def settle_gradients(self) -> None:
+        """Wait for the messages of all gradients so far."""
 
     @abstractmethod
     def issue(self, event: Event, ready: Moment) -> Moment:
@@ -119,6 +124,11 @@ class BelowClocks:
                     ahead.append(self.read_below(GRADS, seconds, (self.now_s, -1)))
             self.wait(ahead.popleft(), WAIT)
 
+    def agree(self, event: Event) -> None:
+        """AGREE waits for the gradient of its block, and sends what its update on the host's cores waits for."""
+        self.settle_gradients()
+        self.agreed[event.block] = self.issue(event, START)
+
     def update_on_host(self, event: Event) -> None:
         """UPDATE on the host's cores, behind which computing goes on."""
         self.wait_updated()
@@ -143,7 +153,7 @@ class BelowClocks:
 
     def run_on_cores(self, event: Event) -> Moment:
         """Update a block on the host's cores once its gradient is there. Returns when the device has the result."""
-        slots, there = self.slots, self.grads_there.pop(event.block, START)
+        slots, there = self.slots, max(self.grads_there.pop(event.block, START), self.agreed.pop(event.block, START))
         begin_s = max(self.now_s, slots.cores_s, there[0])
         slots.cores_s = slots.passed_s(event.stream, begin_s) + event.seconds
         updated = self.updated_on_cores(event, begin_s, there)

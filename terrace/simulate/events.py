@@ -78,7 +78,9 @@ def drain(rank: Rank) -> None:
 
 
 def behind_clip(plays: Sequence[Move]) -> int:
-    """The position after the last CLIP; 0 without one."""
+    """The position after the last CLIP; 0 without one, or if updates go on behind it."""
+    if any(act is Rank.agree for act, _ in plays):
+        return 0
     return 1 + max([position for position, (act, _) in enumerate(plays) if act is Rank.clip], default=-1)
 
 
@@ -87,6 +89,7 @@ _COLLECTIVE = {
     Op.REDUCE: Rank.reduce,
     Op.SYNC: Rank.sync,
     Op.COUNT: Rank.count,
+    Op.AGREE: Rank.agree,
     Op.CLIP: Rank.clip,
     Op.ORTHOGONALISE: Rank.orthogonalise,
     Op.REFRESH: Rank.refresh,

@@ -236,16 +236,19 @@ class Rank(BelowClocks):
 
     def settle(self) -> None:
         """Wait for every gradient, and for the counts of routers."""
+        self.settle_gradients()
+        self.wait_grads_written(1)
+        if self.counts is not None:
+            self.wait(*self.counts)
+            self.counts = None
+
+    def settle_gradients(self) -> None:
         for moment in self.reductions:
             self.wait(moment, "wait reduce")
         for moment in self.syncs:
             self.wait(moment, "wait sync")
-        self.wait_grads_written(1)
         self.reductions.clear()
         self.syncs.clear()
-        if self.counts is not None:
-            self.wait(*self.counts)
-            self.counts = None
 
     def exchange(self, event: Event) -> None:
         """TIE takes no lane: both stages have arrived and wait for their exchange."""

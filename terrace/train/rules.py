@@ -19,7 +19,7 @@ from terrace.model.part_kernel import refusal as parts_refusal
 from terrace.model.spec import BlockSpec
 from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
-from terrace.plan.keep_rules import kept_in
+from terrace.plan.keep_rules import check_clip, kept_in
 from terrace.plan.members import check_new_shares, with_shared_size
 from terrace.plan.pruning import NO_PRUNING, check_pruning, pruned_params
 from terrace.plan.routes import lossy_messages
@@ -91,6 +91,7 @@ def _check(run: RunConfig) -> None:
     if run.train.follow:
         check_following(run)
     kept_in(run.plan, run.train.keep_folder, "train.keep_folder")
+    check_clip(run.plan, run.optimizer.clip)
     if not any(block.num_trainable for block in blocks):
         raise ModelError(f"train.freeze = {list(run.train.freeze)} freezes every parameter: leave something to train")
 

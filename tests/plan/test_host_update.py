@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from terrace.base.errors import ClusterError, PlanError
+from terrace.base.errors import ClusterError, PlanError, ProgramError
 from terrace.cluster.below import Medium
 from terrace.cluster.cluster import Cluster
 from terrace.plan.keep import CORES, Keep
@@ -15,6 +15,7 @@ from terrace.plan.presets import parse_plan, preset
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
+from terrace.program.verify import verify
 from tests.support.toys import MODELS, cluster_of
 
 BLOCKS = MODELS["llama tied"].declared
@@ -106,3 +107,29 @@ def test_a_cluster_says_how_fast_its_host_updates() -> None:
         replace(ON_CPU, device=replace(ON_CPU.device, below=fast))
     with pytest.raises(ClusterError, match=r"update_bytes_per_s = 50 must be a positive number"):
         with_host(replace(HOST, update_bytes_per_s=50))
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"keep": {"optimizer": "host", "order": "backward"}}, "of updates on the device, which would hold up its"),
+        ({"compute": "fp16"}, "beside compute = 'fp16': whether a step is skipped is known at its end"),
+        ({"schedule": "1f1b", "mapping": {"node": {"pipeline": 2}}}, "beside schedule = '1f1b'"),
+    ],
+)
+def test_an_order_that_does_not_work_is_refused(table: dict[str, object], words: str) -> None:
+    keep = {"optimizer": "host", "grads": "host", "update": "host", "order": "backward"}
+    with pytest.raises(PlanError, match=words):
+        check_keep(CLUSTER, parse_plan({"preset": "zero3", "keep": keep, **table}, CLUSTER))
+
+
+def test_a_program_updates_a_block_behind_its_gradient() -> None:
+    """A verified one: the update of a block whose sums are not there is refused."""
+    program = build(CLUSTER, planned("zero3", replace(ON_HOST, order="backward")), BLOCKS, 1)
+    verify(program)
+    named = [str(each) for each in program.instructions]
+    assert named.index("UPDATE b3") < named.index("BACKWARD b2 m0")
+    assert named[-1] == "CLIP"
+    without = tuple(each for each in program.instructions if str(each) != "AGREE b3")
+    with pytest.raises(ProgramError, match="UPDATE b3`: it needs `AGREE b3` before it"):
+        verify(replace(program, instructions=without))

@@ -115,6 +115,7 @@ DAMAGES: list[tuple[str, Edit, str]] = [
         "`EVICT b1 m0`: the input of the block stays on the device",
     ),
     ("ddp", add(Instruction(Op.COUNT), "CLIP"), "no block of the stage has a router"),
+    ("ddp", add(Instruction(Op.AGREE, 0), "CLIP"), "`AGREE b0`: blocks are updated behind CLIP"),
     ("ddp", add(Instruction(Op.ORTHOGONALISE, 0), "UPDATE b0"), "the optimizer updates as wholes"),
     ("ddp", add(Instruction(Op.OUTER_COUNT), "CLIP"), "no exchange starts here"),
     ("ddp", add(Instruction(Op.OUTER_START, 0), "CLIP"), "it is not the turn of its fragment"),

@@ -86,3 +86,19 @@ def test_updates_on_the_host_beat_the_ring_where_the_link_is_slow() -> None:
     )
     assert on_cores < 0.4 * on_device
     assert by_slow > on_device
+
+
+def test_updates_in_the_backward_begin_with_the_last_block() -> None:
+    """By hand, for passes that take no time: each update follows its gradient, and the next forward the last update."""
+    program, costs = priced("ddp", (1,), 1e6, 2e6, replace(ON_HOST, order="backward"))
+    out_s = back_s = cores_s = 0.0
+    for block in reversed(range(len(BLOCKS))):
+        (flat,) = program.model.flats[block]
+        out_s += costs.gradients_s(block)
+        cores_s = max(cores_s, out_s) + updated_bytes(program.plan, flat) / 2e6
+        back_s = max(back_s, cores_s) + costs.gradients_s(block)
+    report = simulate(program, costs)
+    assert report.step_s == pytest.approx(back_s, rel=0.01)
+    assert record(program, costs).report.time_s == report.time_s
+    at_the_end = simulate(*priced("ddp", (1,), 1e6, 2e6)).step_s
+    assert report.step_s < at_the_end

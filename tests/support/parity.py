@@ -11,6 +11,7 @@ is its plans, and a `batches` function if the axis deals out tokens in its own w
 A case may name a sabotage, which must make the comparison fail.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -259,7 +260,8 @@ def trainable(blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 def reference(cluster: Cluster, case: Case) -> Outcome:
     """The serial run of a case."""
-    return serial(case.model, num_rows(cluster, case), case.num_steps, case.rows, case.balance)
+    clip = case.optimizer.clip
+    return serial(case.model, num_rows(cluster, case), case.num_steps, case.rows, case.balance, clip)
 
 
 @cache
@@ -269,6 +271,7 @@ def serial(
     num_steps: int = NUM_STEPS,
     rows: Rows = WHOLE_ROWS,
     balance: BalanceConfig = NO_BALANCE,
+    clip: float = ADAMW.clip,
 ) -> Outcome:
     """Train in fp64 in this process on whole batches, or on one document after the other, with torch's own AdamW."""
     model = MODELS[model_name]
@@ -291,7 +294,7 @@ def serial(
                 total = total + model.objective(run_blocks(blocks, x), y) / count
         of_routers = [loss / count for loss in router_losses(routers, rows, whole.labels, balance, before)]
         torch.autograd.backward(torch.stack([total, *of_routers]).sum())
-        norms.append(float(nn.utils.clip_grad_norm_(parameters, ADAMW.clip)))
+        norms.append(float(nn.utils.clip_grad_norm_(parameters, clip or math.inf)))
         optimizer.step()
         losses += [float(loss.detach()) for loss in (total, *of_routers)]
         before = router_counts(routers, rows, whole.labels)

@@ -37,7 +37,7 @@ def wrong_divisor(engine: Engine) -> None:
         total[2] *= 2.0
         return total
 
-    engine.comm.collectives.sum_control = doubled  # type: ignore[method-assign]
+    engine.comm.collectives.sum_control = doubled  # type: ignore[assignment, method-assign]
 
 
 def wrong_scale(engine: Engine) -> None:

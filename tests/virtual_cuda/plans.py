@@ -105,6 +105,9 @@ def updated_on_host() -> Iterator[Planned]:
         yield planned(ONE_TIER, name, "toy", steps=3, unit=2, optimizer=optimizer, keep=keep)
     for keep in (replace(host, params="host"), replace(disk, params="disk")):
         yield planned(ONE_TIER, "zero3", DEEP, steps=2, micros=1, keep=keep)
+    no_clip = replace(ADAMW, clip=0.0)
+    for name, keep in (("ddp", replace(host, order="backward")), ("zero3", replace(disk, order="backward"))):
+        yield planned(ONE_TIER, name, DEEP, steps=2, unit=2, optimizer=no_clip, keep=keep)
     form: dict[str, Any] = {"compute": "bf16", "master": "fp32", "within": ORDER_BF16}
     yield planned(ONE_TIER, "zero2", steps=2, micros=1, keep=host, **form)
     yield planned(ONE_TIER, "ddp", steps=2, micros=1, keep=disk, **form)

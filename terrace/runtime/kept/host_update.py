@@ -23,6 +23,7 @@ from terrace.runtime.kept.host import HostMemory
 from terrace.runtime.kept.whole import Whole
 
 UPDATE = "update"
+Scale = Callable[[], Sequence[Tensor]]  # the scale of a gradient; none if it is not to be used
 
 
 class Cores:
@@ -66,6 +67,9 @@ class SharedGradient:
     def __getitem__(self, part: slice) -> Tensor:
         return self._owned[part].mul_(self.scale.to(self.dtype))
 
+    def wait(self) -> None:
+        """Block until the gradient is where it is read."""
+
     def replace(self, part: slice, values: Tensor) -> bool:
         """Store new parameters in the place of the gradient, unless they have one on the device: False."""
         return False
@@ -96,6 +100,9 @@ class LandedGradient:
         for inside, values in self._within(part):
             found[inside].copy_(values)
         return found.mul_(self.scale.to(self.dtype))
+
+    def wait(self) -> None:
+        self._whole.written.wait_on_host()
 
     def replace(self, part: slice, values: Tensor) -> bool:
         for inside, place in self._within(part):
@@ -139,17 +146,26 @@ class HostUpdate:
     def __init__(self, cores: Cores, gradient: HostGradient, num_bytes: int) -> None:
         self._cores, self.gradient, self._num_bytes, self._runs = cores, gradient, num_bytes, False
 
-    def submit(self, update: Work, scale: Tensor, target: Tensor) -> Ticket:
-        """Run `update`, which reads the gradient times `scale`, and bring new parameters to `target` (n)."""
+    def submit(self, update: Work, scale: Scale, target: Tensor) -> Ticket:
+        """Run `update`, which reads the gradient times `scale`, and bring new parameters to `target` (n).
+
+        Nothing changes if there is no scale. `scale` is called when it is this update's turn, and may wait.
+        """
         returning, reads = self.gradient.returning(target), list[Ticket]()
 
         def work() -> None:
-            self.gradient.scale, self._runs = scale, True
-            update()
-            self._runs = False
+            for self.gradient.scale in scale():
+                self.gradient.wait()
+                self._runs = True
+                update()
+                self._runs = False
+                reads.append(DONE)
 
-        # Not before the update is over: on the lane of reads it would hold up those behind it.
-        updated = self._cores.submit(work, self._num_bytes, then=lambda: reads.append(returning()))
+        def then() -> None:
+            # Not before the update is over: on the lane of reads it would hold up those behind it.
+            reads[:] = [returning()] if reads else [DONE]
+
+        updated = self._cores.submit(work, self._num_bytes, then)
         return _Returned(updated, reads)
 
     def takes(self, part: slice, values: Tensor) -> bool:

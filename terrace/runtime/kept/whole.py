@@ -103,7 +103,7 @@ class Whole:
             self.parts.append(slice(first, first + piece.numel))
             first += piece.numel
         self._num_bytes = sum(piece.num_bytes for piece in pieces)
-        self._written = DONE  # the last write
+        self.written = DONE  # the last write
 
     def read(self, target: Tensor, *, counted: bool = True) -> Ticket:
         """Fill `target` (n), once the last `write` and all work issued to the device so far are over.
@@ -114,7 +114,7 @@ class Whole:
 
     def reading(self, target: Tensor, *, counted: bool = True) -> Callable[[], Ticket]:
         """A function that begins to `read`, for any thread to call. Work issued up to now is waited for."""
-        written, ready = self._written, computed(target.device)
+        written, ready = self.written, computed(target.device)
 
         def work() -> None:
             written.wait_on_host()
@@ -139,8 +139,8 @@ class Whole:
             then()
 
         work_of = self._counted(work, MessageClass.KEEP_WRITE) if counted else work
-        self._written = self._channel.writer.submit(work_of)
-        return self._written
+        self.written = self._channel.writer.submit(work_of)
+        return self.written
 
     def _counted(self, work: Work, message: MessageClass) -> Work:
         self._channel.count(message, self._num_bytes)
