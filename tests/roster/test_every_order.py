@@ -18,6 +18,8 @@ from terrace.roster.side import Act, Side
 from terrace.roster.state import Roster, after
 from tests.support.nightly import nightly
 
+pytestmark = pytest.mark.timeout(1200)  # 800,000 states take minutes
+
 PATIENCE_S = 1.0
 NEVER_S = -100.0  # heard, or ready, long ago
 MOST_ATTEMPTS = 2  # at which an island that is dead is not yet taken for lost
@@ -246,7 +248,7 @@ def check_end(played: Played) -> None:
 
 # Islands, windows, faults (deaths, freezes, failed links, restarts of the deciding process), whether replies are lost.
 BY_DAY = [("abc", 2, 0, False), ("ab", 1, 1, False), ("ab", 2, 0, True)]
-BY_NIGHT = [("abc", 1, 1, False), ("ab", 2, 1, True), ("ab", 1, 2, False), ("ab", 2, 2, False)]
+BY_NIGHT = [("abc", 1, 1, False), ("ab", 2, 1, True), ("ab", 1, 2, False)]
 
 
 @pytest.mark.parametrize(("islands", "windows", "faults", "lossy"), BY_DAY + nightly(*BY_NIGHT))
