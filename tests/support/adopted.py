@@ -34,7 +34,7 @@ class Adopted:
         old = dict(module.named_parameters())
         dtype = next(iter(old.values())).dtype
         cluster = cluster_of(world)
-        (compute,) = (name for name, known in DTYPES.items() if known == dtype)
+        compute = next(name for name, known in DTYPES.items() if known == dtype)
         plan = replace(preset(preset_name, cluster), compute=compute)  # type: ignore[arg-type]
         layout = Layout.of(cluster, plan)
         specs = describe([module], ["block"])[0].params

@@ -224,7 +224,9 @@ def test_a_fault_shows(pool: LocalPool) -> None:
 class NobodyThere:
     """Has everything that is received be zero."""
 
-    def exchange(self, message: MessageClass, sends: object, receives: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def exchange(
+        self, message: MessageClass, sends: object, receives: Sequence[tuple[int, torch.Tensor]], again: bool = False
+    ) -> None:
         for _, values in receives:
             values.zero_()
 
