@@ -41,9 +41,11 @@ Cells = Mapping[str, str]
 _TEXT = """## Bands of predicted figures
 
 Commands show a predicted step with a band, `1.23 s +-30 %`. It is taken from steps that the model was not built on,
-pooled over their sources, each of which counts as one whatever its number of rows: of steps of a source that nobody has
-seen, {level:.0%} miss by less. A step misses by the larger of both figures over the smaller, less one. With k sources
-k / (k + 1) is the most that can be promised, so a generation with fewer than {fewest} has the widest band of the others
+pooled over their sources (programs), each of which counts as one whatever its number of rows: of steps of a source
+that nobody has seen, {level:.0%} miss by less, if it could as well have been one of these. A step misses by the
+larger of both figures over the smaller, less one. With k sources k / (k + 1) is the most that can be promised, and
+that by the largest miss alone, so a generation with fewer than {fewest} has the widest band of all, and at least the
+largest miss of its own
 ([planning.md](planning.md#how-sure-a-prediction-is)). Bands of probed CPUs are from runs of this project ([on a slow
 link](benchmarks/slow-predictions.md), [on probed machines](probing.md#errors-of-predictions)). Memory has no band:
 nobody published it beside these steps.

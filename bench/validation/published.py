@@ -14,7 +14,7 @@ from terrace.cluster.cluster import Cluster, Device
 from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, model_flops
-from terrace.model.config import ModelConfig
+from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.simulate.footprint import work_of
@@ -138,8 +138,26 @@ def models() -> Mapping[str, ModelConfig]:
         "GPT 175B": gpt(96, 12288, 96, 2048, 51200),
         "GPT 530B": gpt(105, 20480, 128, 2048, 51200),
         "GPT 1T": gpt(128, 25600, 160, 2048, 51200),
-        "GPT-NeoX 20B": gpt(44, 6144, 64, 2048, 50432),
+        "GPT-NeoX 20B": _neox(6144, 44, 64, 50432),
     }
+
+
+def _neox(hidden: int, layers: int, heads: int, vocab: int) -> ModelConfig:
+    """Untied, rotary on a quarter of a head, attention beside the MLP: configs/20B.yml of EleutherAI/gpt-neox."""
+    return parse_model(
+        {
+            "model_type": "gpt_neox",
+            "hidden_size": hidden,
+            "intermediate_size": 4 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "vocab_size": vocab,
+            "max_position_embeddings": 2048,
+            "rotary_pct": 0.25,
+            "use_parallel_residual": True,
+            "tie_word_embeddings": False,
+        }
+    )
 
 
 def _llama(hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int) -> ModelConfig:

@@ -6,8 +6,9 @@ devices, source, and error. `python -m bench.validation` writes it; tests/bench/
 docs. Rows that were seen while the model was built (`seen`) give no band.
 
 The miss of a row is the ratio of the larger to the smaller figure, minus one, so one band serves seconds and rates.
-Rows of one source share its software and its machine, so a **source** is the unit that is exchanged with the next one:
-with k sources whose misses have the distributions F_1 .. F_k, the band is the least b with
+Rows of one program share its errors on every machine, so a **source** is a program, whatever published it, and the unit
+that is exchanged with the next one: with k sources whose misses have the distributions F_1 .. F_k, the band is the
+least b with
 
     (F_1(b) + ... + F_k(b)) / (k + 1) >= LEVEL
 
@@ -15,8 +16,11 @@ A step of a source that nobody has seen lies within it with at least that probab
 (pooled distributions of a two-layer hierarchy: Dunn, Wasserman and Ramdas 1809.07441, section 3.1). No b satisfies this
 with fewer than `FEWEST` sources: k of them can promise k / (k + 1), and that only for the largest miss. `band_of`
 takes the sources of the device's generation if they are that many. Otherwise it is the widest band of a generation or
-of all accelerators together, so that fewer witnesses never make it narrower. A probed CPU has runs of this project
-alone, and its band says what they can promise.
+of all accelerators together, and at least the largest miss of the generation's own sources, so that fewer witnesses do
+not make it narrower. A probed CPU has runs of this project alone, and its band says what they can promise.
+
+Sources are not independent (programs share kernels, libraries and ancestors), and errors have a bias: nearly all
+published steps took longer than predicted. A band is symmetric nevertheless, and its words count them.
 
 Two plans of one search share most of their errors: clocks, kernels, links. Their *relative* error is the ratio of
 their errors. Among pairs of unseen rows of one task (machine, model and sequence) whose numbers of devices differ by at
@@ -165,10 +169,10 @@ def _band(generation: str, software: str) -> Band:
     if len(here) >= FEWEST:
         words = (
             f"{percent(LEVEL)} of steps of software and machines not seen before miss by less ({len(here)} published "
-            f"sources on {generation}; no GPU has run Terrace yet)"
+            f"sources on {generation}, {_late(rows)}; no GPU has run Terrace yet)"
         )
         return Band(share=pooled_quantile(here, LEVEL), words=words)
-    return _widest(rows, f"{counted(len(here), 'published source')} on {generation or 'this device'}")
+    return _widest(rows, f"{counted(len(here), 'published source')} on {generation or 'this device'}", here)
 
 
 def widest_band(what: str) -> Band:
@@ -177,13 +181,26 @@ def widest_band(what: str) -> Band:
     return _widest(rows, f"no validated step is like it ({what})")
 
 
-def _widest(rows: Sequence[Validated], why: str) -> Band:
+def _widest(rows: Sequence[Validated], why: str, own: Sequence[Sequence[float]] = ()) -> Band:
     share, num_sources = widest_quantile(rows)
     level = percent(promised(num_sources))
     words = (
-        f"{why}, so it is the widest band, of {num_sources} sources on other GPUs: {level} of their steps miss by less"
+        f"{why}, so it is the widest band, of {num_sources} sources on other GPUs: {level} of their steps miss by "
+        f"less, {_late(rows)}"
     )
-    return Band(share=share, words=words)
+    if largest(own) > share:
+        words = f"{why}, and it is their largest miss, which is above the widest band of other GPUs; {_late(rows)}"
+    return Band(share=max(share, largest(own)), words=words)
+
+
+def _late(rows: Sequence[Validated]) -> str:
+    known = [row for row in rows if row.generation != CPU]
+    return f"{sum(row.error < 0 for row in known)} of all {len(known)} took longer than predicted"
+
+
+def largest(sources: Sequence[Sequence[float]]) -> float:
+    """The largest miss of all sources; 0 without any."""
+    return max((miss for misses in sources for miss in misses), default=0.0)
 
 
 def widest_quantile(rows: Iterable[Validated]) -> tuple[float, int]:
