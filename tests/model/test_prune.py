@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,15 @@ def test_importance_of_the_channels_of_experts() -> None:
         moved = float((mixture(tokens) - before).norm())
         down[expert, :, channel] = column
         assert float(sums[expert, channel]) == pytest.approx(moved, rel=1e-9)
+
+
+def test_several_shared_experts_keep_their_number() -> None:
+    """Families give their number and the size of one; a shared expert of another size keeps its share."""
+    experts = parse_model(TABLES["mixtral"]).experts
+    assert experts is not None
+    for shared, wanted in ((2 * 37, 2 * 19), (3 * 37, 3 * 19), (50, 25), (0, 0)):
+        found = Shares(intermediate=0.5)._experts(replace(experts, intermediate_size=37, shared_size=shared))
+        assert (found.intermediate_size, found.shared_size) == (19, wanted)
 
 
 def test_equal_units_keep_the_first() -> None:

@@ -10,16 +10,18 @@ import pytest
 
 from terrace.base.errors import ConfigError, PlanError, TerraceError
 from terrace.cli.overrides import parse_overrides
+from terrace.cluster.cluster import Cluster
 from terrace.cluster.members import Member
 from terrace.plan.outer import diloco
 from terrace.plan.presets import preset
+from terrace.planner import members
 from terrace.planner.evaluate import step_of
 from terrace.planner.members import dealt_anew
 from terrace.planner.task import Task
 from terrace.simulate.members import member_step
 from terrace.simulate.step import Step, predict_alike, predict_step
 from terrace.train import follow
-from terrace.train.deals import Deals, Dealt
+from terrace.train.deals import Deals, Dealt, read_deals
 from terrace.train.follow import Following, Played, computing_s, speeds_of, with_speeds
 from terrace.train.job import RunJob
 from terrace.train.prepare import _with_deals
@@ -92,9 +94,31 @@ def test_members_alike_are_played_once_in_a_run() -> None:
 
 def test_many_speeds_are_played_as_few() -> None:
     speeds = [0.5 * 1.02**member for member in range(64)]
-    members = with_speeds(unequal(*[1.0] * 64), speeds).tiers[-1].members
-    assert 8 < len({each.speed for each in members}) <= 16
-    assert [each.speed for each in members] == pytest.approx(speeds, rel=0.05)
+    played = with_speeds(unequal(*[1.0] * 64), speeds).tiers[-1].members
+    assert 8 < len({each.speed for each in played}) <= 16
+    assert [each.speed for each in played] == pytest.approx(speeds, rel=0.05)
+
+
+def following_of(monkeypatch: pytest.MonkeyPatch, cluster: Cluster, shares: tuple[int, ...], **rank: Any) -> Any:
+    """The hook of rank 0 in a run of a second a step, whose window is 4 steps; `rank` replaces what a rank has."""
+    run = SimpleNamespace(
+        plan=SimpleNamespace(outer=SimpleNamespace(every=rank.pop("every", 1))),
+        train=SimpleNamespace(slow_steps=4, follow=True, steps=rank.pop("steps", 999)),
+    )
+    program = SimpleNamespace(cluster=cluster, plan=SimpleNamespace(shares=shares), num_micros=max(shares))
+    fields = {
+        "run": run,
+        "engine": SimpleNamespace(rank=0, program=program, comm=SimpleNamespace(exchange=lambda value: [value])),
+        "job": SimpleNamespace(resume=None),
+        "dog": SimpleNamespace(idle=lambda what: None),
+    }
+    monkeypatch.setattr(follow, "_may_deal", lambda rank: True)
+    return Following(cast(Any, SimpleNamespace(**(fields | rank))), cluster, 0)
+
+
+def stepped(following: Any, number: int, begin_s: float = 0.0) -> None:
+    result = SimpleNamespace(time_s={"forward": 0.4, "backward": 0.6, "wait sync": 9.0})
+    following.stepped(SimpleNamespace(problem=None, result=result, started_s=begin_s, number=number))
 
 
 @pytest.mark.parametrize(("every", "looks"), [(1, [4, 56, 108]), (3, [6, 60, 114])])
@@ -104,27 +128,67 @@ def test_comparisons_take_a_fiftieth_of_a_run(every: int, looks: list[int], monk
 
     def search(_: Following, measured_s: Sequence[float]) -> None:
         assert measured_s == [0.5]
-        found.append(step + 1)
+        found.append(number)
         now[0] += 1.0
 
-    program = SimpleNamespace(cluster=unequal(1.0, 1.0), plan=SimpleNamespace(shares=(2, 2)), num_micros=2)
-    comm = SimpleNamespace(exchange=lambda value: [value])
-    plan, train = SimpleNamespace(outer=SimpleNamespace(every=every)), SimpleNamespace(slow_steps=4, follow=True)
-    rank = SimpleNamespace(
-        run=SimpleNamespace(plan=plan, train=train),
-        engine=SimpleNamespace(rank=0, program=program, comm=comm),
-        job=SimpleNamespace(resume=None),
-        dog=SimpleNamespace(idle=lambda what: None),
-    )
-    monkeypatch.setattr(follow, "_may_deal", lambda rank: True)
     monkeypatch.setattr(follow, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(Following, "_found", search)
-    following: Any = Following(cast(Any, rank), program.cluster, 0)
-    for step in range(looks[-1]):
+    following = following_of(monkeypatch, unequal(1.0, 1.0), (2, 2), every=every)
+    for number in range(1, looks[-1] + 1):
         now[0] += 1.0
-        result = SimpleNamespace(time_s={"forward": 0.4, "backward": 0.6, "wait sync": 9.0})
-        following.stepped(SimpleNamespace(problem=None, result=result, started_s=now[0] - 1.0, number=step + 1))
+        stepped(following, number, now[0] - 1.0)
     assert found == looks
+
+
+def test_steps_before_new_shares_are_not_measured_with_those_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[int]()
+    monkeypatch.setattr(Following, "_look", lambda _, number: found.append(number))
+    following = following_of(monkeypatch, unequal(1.0, 1.0), (2, 2), deal=lambda step: step == 3)
+    for number in range(1, 8):
+        following.before(number - 1)
+        stepped(following, number)
+    assert found == [7]
+
+
+@pytest.mark.parametrize(("steps", "dealt"), [(7, []), (8, [0, 7])])
+def test_shares_that_no_step_would_have_are_not_dealt(
+    steps: int, dealt: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = {"speeds": [1.0, 0.3], "shares": [3, 1], "now_s": 2.0, "dealt_s": 1.5}
+    notes, deals = list[str](), Deals((2, 2))
+    monkeypatch.setattr(Following, "_found", lambda _, measured_s: told)
+    observer, job = SimpleNamespace(note=notes.append), SimpleNamespace(resume=None, folder=tmp_path)
+    following = following_of(
+        monkeypatch, unequal(1.0, 1.0), (2, 2), steps=steps, deals=deals, observer=observer, job=job
+    )
+    for number in range(1, 5):
+        stepped(following, number)
+    assert [each.step for each in deals.dealt] == dealt
+    assert len(notes) == bool(dealt)
+    assert read_deals(tmp_path) == tuple(deals.dealt)
+
+
+@pytest.mark.parametrize(("faster", "is_dealt"), [(1.05, False), (1.25, True)])
+def test_speeds_that_measurements_of_the_same_members_have_deal_nothing(
+    faster: float, is_dealt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, dealt = step_on(False), list[Step]()
+    measured_s = [
+        computing_s(predict_alike(member_step(step, member)).times_s[0]) / share for member, share in enumerate(SHARES)
+    ]
+    measured_s[2] /= faster
+
+    def search(step: Step) -> tuple[tuple[int, ...], float, float]:
+        dealt.append(step)
+        return (5, 3, 3, 1), 1.0, 0.9
+
+    monkeypatch.setattr(follow, "step_of", lambda run, cluster: step)
+    monkeypatch.setattr(members, "dealt_anew", search)
+    following = following_of(monkeypatch, step.cluster, SHARES)
+    following._rank.engine.program.plan = step.plan
+    found = following._found(measured_s)
+    assert len(dealt) == is_dealt
+    assert (found or {}).get("shares") == ((5, 3, 3, 1) if is_dealt else None)
 
 
 def test_speeds_multiply_those_of_the_members_tables() -> None:
