@@ -3,6 +3,7 @@ train`.
 """
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -244,7 +245,7 @@ def _show(
     ):
         print(f"{filled(rests)}\n")
     if allowed:
-        words_of_formats = formats_words(allowed, plan, best.step_s, searched.plain_s)
+        words_of_formats = formats_words(allowed, plan, math.inf if deal else best.step_s, searched.plain_s)
         print("\n".join(map(filled, words_of_formats.splitlines())) + "\n")
     for words in (*answers.used, answers.stored):
         if words:

@@ -25,7 +25,7 @@ from terrace.plan.state_bytes import moments
 from terrace.plan.table_rules import check_vocabulary, check_vocabulary_tiers
 from terrace.plan.update import parse_update
 from terrace.plan.whole_rules import check_whole_matrices
-from terrace.plan.wire import FORMATS
+from terrace.plan.wire import FORMATS, by_boundary
 from terrace.plan.wire_rules import check_wire
 
 # Each sum in bf16 may lose 1/256 of its value: eight micro-batches lose at most as much as two int8 messages.
@@ -225,9 +225,9 @@ def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     if plan.compute != "fp16":
         for message, row in plan.wire.items():
             for tier, name in row.items():
-                if name == "fp16":
+                if "fp16" in by_boundary(name):
                     raise PlanError(
-                        f"wire.{message}.{tier} = 'fp16' under compute = {plan.compute!r}: gradients beyond 65504 "
+                        f"wire.{message}.{tier} = {name!r} under compute = {plan.compute!r}: gradients beyond 65504 "
                         "would be infinite; write 'bf16'"
                     )
         return

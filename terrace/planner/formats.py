@@ -10,6 +10,7 @@ of exchanges between islands are chosen with their cycle (terrace.planner.loops)
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -20,7 +21,16 @@ from terrace.plan.edges import edge_coding_bytes
 from terrace.plan.hops import Hop
 from terrace.plan.plan import Plan
 from terrace.plan.search_limits import FINALISTS
-from terrace.plan.wire import CHANGES, PLACEABLE, MessageClass, WireFormat, parse_format
+from terrace.plan.wire import (
+    CHANGES,
+    FORMATS,
+    OF_PARAMETERS,
+    PACKABLE,
+    PLACEABLE,
+    MessageClass,
+    WireFormat,
+    parse_format,
+)
 from terrace.plan.wire_rules import check_format
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import TIE, Estimate, ranked
@@ -50,7 +60,7 @@ Allowed = Mapping[Place, Choice]
 
 
 def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed:
-    """Parse `CLASS=FORMAT` and `CLASS.TIER=FORMAT`, and `packed`, which stands for every class that can be packed.
+    """Parse `CLASS=FORMAT` and `CLASS.TIER=FORMAT`, and `packed`, which stands for every class that it does not round.
 
     `task` is of the whole cluster; with `islands`, the outermost tier's members are islands. Raises `PlanError` for a
     format without any effect.
@@ -64,7 +74,7 @@ def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed
         master=task.master,
     )
     asked: dict[Place, list[WireFormat]] = {}
-    spelled = (of_every_class(text, task, islands=islands) if _is_packed(text) else [text] for text in texts)
+    spelled = (_packed(text, task, islands) if _is_packed(text) else [text] for text in texts)
     for text in chain.from_iterable(spelled):
         message, tiers, name = _parsed(text, task.cluster, islands)
         default = plan.wire_format(message, tiers[0])
@@ -87,11 +97,32 @@ def parse_allowed(texts: Iterable[str], task: Task, *, islands: bool) -> Allowed
 
 def _is_packed(text: str) -> bool:
     # Without a class: it rounds nothing, so nobody needs to choose.
-    return text.strip().partition(":")[0] == "packed"
+    return re.fullmatch(r"\s*packed([:+].*)?", text) is not None
+
+
+def _packed(text: str, task: Task, islands: bool) -> list[str]:
+    try:
+        bits = parse_format(text.strip()).mantissa_bits
+    except PlanError as error:
+        raise PlanError(f"--allow {text}: {error}") from error
+    # Parameters travel in `messages` if that is set, activations as they are computed.
+    of = {
+        message: task.compute if message not in OF_PARAMETERS else task.messages or task.compute for message in PACKABLE
+    }
+    exact = [message for message in PACKABLE if FORMATS[of[message]].mantissa_bits <= bits]
+    if not exact:
+        raise PlanError(
+            f"--allow {text}: packed has the bits of bf16, and messages are {task.compute}, which it would round; "
+            f"compute in bf16, or name the classes that may be rounded, such as --allow gather={text.strip()}"
+        )
+    found = _of_classes(exact, text.strip(), task, islands)
+    if not found:
+        raise PlanError(f"--allow {text} has no effect: {_why_none(task)}; leave it out")
+    return found
 
 
 def of_every_class(text: str, task: Task, *, islands: bool) -> list[str]:
-    """Expand a format of `--allow-rounding`, or `packed`, into texts for `parse_allowed`, one per class it can shorten.
+    """Expand a format of `--allow-rounding` into texts for `parse_allowed`, one per message class that it can shorten.
 
     Raises `PlanError` for a format that does not exist, and for one that shortens no message.
     """
@@ -99,18 +130,28 @@ def of_every_class(text: str, task: Task, *, islands: bool) -> list[str]:
         parse_format(text)
     except PlanError as error:
         raise PlanError(f"--allow-rounding {text}: {error}") from error
-    found = list[str]()
-    for message in PLACEABLE:
-        each = f"{message.value}={text}"
-        try:
-            parse_allowed([each], task, islands=islands)
-        except PlanError:  # by the rules of one class: a sparse format is for gradients, a class may be as narrow
-            continue
-        found.append(each)
+    found = _of_classes(PLACEABLE, text, task, islands)
     if not found:
-        why = "there are no messages" if task.cluster.world_size == 1 else "messages are as narrow without it"
-        raise PlanError(f"--allow-rounding {text} has no effect: {why}; leave it out, or give one such as int8")
+        raise PlanError(
+            f"--allow-rounding {text} has no effect: {_why_none(task)}; leave it out, or give one such as int8"
+        )
     return found
+
+
+def _of_classes(messages: Iterable[MessageClass], text: str, task: Task, islands: bool) -> list[str]:
+    found = list[str]()
+    for message in messages:
+        each = f"{message.value}={text}"
+        with suppress(
+            PlanError
+        ):  # by the rules of one class: a sparse format is for gradients, a class may be as narrow
+            parse_allowed([each], task, islands=islands)
+            found.append(each)
+    return found
+
+
+def _why_none(task: Task) -> str:
+    return "there are no messages" if task.cluster.world_size == 1 else "messages are as narrow without it"
 
 
 def _choice(task: Task, plan: Plan, message: MessageClass, tier: str, asked: Sequence[WireFormat]) -> Choice:

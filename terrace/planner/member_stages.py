@@ -103,7 +103,7 @@ def _wire(task: Task, plan: Plan, chosen: Mapping[str, Sequence[str]]) -> dict[s
     for message in BETWEEN_STAGES:
         row = found.setdefault(message.value, {})
         row.pop(tier, None)
-        if message.value in chosen:
-            names = chosen[message.value]
+        names = chosen.get(message.value, ())
+        if set(names) - {plan.compute}:  # the default
             row[tier] = names[0] if len(set(names)) == 1 else f"{BETWEEN} ".join(names)
     return {message: row for message, row in found.items() if row}

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from terrace.base.words import counted, seconds
 from terrace.plan.plan import FUSED, Plan
-from terrace.plan.wire import MessageClass, parse_format
+from terrace.plan.wire import MessageClass, by_boundary, parse_format
 from terrace.planner.formats import Allowed, Choice
 from terrace.planner.loops import NEAR, Loop
 from terrace.planner.narrow_states import Way
@@ -69,14 +69,18 @@ def chunks_words(found: "ChunksFound", step_s: float) -> str:
 
 
 def formats_words(allowed: Allowed, plan: Plan, step_s: float, plain_s: float) -> str:
-    """Which allowed wire formats the plan uses, and why not the others; `plain_s` is the best step without any."""
+    """Which allowed wire formats the plan uses, and why not the others; `plain_s` is the best step without any.
+
+    `step_s` is infinite where the search did not play the plan: a deal among unequal members, whose gain others say.
+    """
     used, unused, rounds = dict[str, list[str]](), dict[str, dict[str, list[str]]](), False
     for (message, tier), choice in allowed.items():
         name = plan.wire.get(message, {}).get(tier)
+        names = (choice.default,) if name is None else by_boundary(name)
         if name is not None:
             used.setdefault(message, []).append(f"{tier}: {name}")
-            rounds = rounds or not parse_format(name).packed
-        for each, why in _left_out(message, choice, name or choice.default):
+            rounds = rounds or any(_rounds(each, choice.default) for each in names)
+        for each, why in _left_out(message, choice, names):
             unused.setdefault(message, {}).setdefault(f"{each}: {why}", []).append(tier)
     lines = []
     if used:
@@ -103,15 +107,21 @@ def stored_words(ways: Sequence[Way], task: Task, step_s: float, plain_s: float)
     )
 
 
-def _left_out(message: str, choice: Choice, used: str) -> Iterator[tuple[str, str]]:
+def _rounds(name: str, default: str) -> bool:
+    # A packed message has the bits of bf16, so it rounds what is wider without it.
+    wire, without = parse_format(name), parse_format(default)
+    return name != default and not (wire.packed and without.mantissa_bits <= wire.mantissa_bits)
+
+
+def _left_out(message: str, choice: Choice, used: Sequence[str]) -> Iterator[tuple[str, str]]:
     """The allowed formats that were not chosen, each with the reason."""
     # Exchanges get the widest format of the smallest loop, other messages the widest with the shortest step.
     wider, narrower = "a longer step", "no shorter step or no such message"
     if message == MessageClass.OUTER.value:
         wider, narrower = "not with so small a loop", "no smaller loop"
-    at = choice.formats.index(used)
+    at = max(map(choice.formats.index, used))
     for place, name in enumerate(choice.formats):
-        if name not in (used, choice.default):
+        if name not in (*used, choice.default):
             yield name, wider if place < at else narrower
     for name in choice.useless:
         yield name, "coding takes longer than it saves"

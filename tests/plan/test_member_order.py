@@ -42,6 +42,11 @@ BACK = "pipeline_backward"
         ),
         ({"wire": {"pipeline": {"node": "bf16, fp32, bf16"}}}, r"names 3 formats, .* crosses 2 boundaries: name one"),
         ({"wire": {"pipeline": {"node": "bf16,"}}}, r"'' is not a wire format"),
+        ({"wire": {"pipeline": {"node": " bf16"}}}, r"wire.pipeline.node: ' bf16' is not a wire format"),
+        (
+            {"wire": {BACK: {"node": "bf16, fp16"}}},
+            r"wire.pipeline_backward.node = 'bf16, fp16' under compute = 'fp32'",
+        ),
         ({"wire": {BACK: {"node": "bf16, int9"}}}, r"'int9' is not a wire format"),
         ({"wire": {"pipeline": {"node": "int8, int8+feedback"}}}, r"int8\+feedback"),
         (

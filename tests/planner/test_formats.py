@@ -6,8 +6,9 @@ from itertools import product
 import pytest
 
 from terrace.base.errors import PlanError
-from terrace.plan.wire import PACKABLE, PLACEABLE, MessageClass, parse_format
-from terrace.planner.formats import find_allowed, of_every_class, parse_allowed, shortens
+from terrace.plan.plan import Plan
+from terrace.plan.wire import OF_PARAMETERS, PACKABLE, PLACEABLE, MessageClass, parse_format
+from terrace.planner.formats import Choice, find_allowed, of_every_class, parse_allowed, shortens
 from terrace.planner.pins import Pins
 from terrace.planner.ranking import TIE
 from terrace.planner.search import find
@@ -160,3 +161,31 @@ def test_packed_is_allowed_for_parameters_and_activations_and_shortens_a_step() 
     said = formats_words(allowed, searched.evaluator.plan(best.candidate), best.step_s, searched.plain_s)
     assert "allowed and used: gather (system: packed)" in said
     assert "rounded" not in said
+
+
+def test_packed_stands_for_no_class_that_it_would_round() -> None:
+    task = replace(task_on(slow(1e9)), compute="fp32")
+    with pytest.raises(PlanError, match=r"--allow packed: .* messages are fp32, which it would round; .*gather=packed"):
+        parse_allowed(["packed"], task, islands=False)
+    # Parameters travel in bf16, activations in fp32.
+    allowed = parse_allowed(["packed"], replace(task, messages="bf16"), islands=False)
+    assert {message for message, _ in allowed} == set(OF_PARAMETERS)
+    asked = parse_allowed(["gather.system=packed"], task, islands=False)
+    plan = Plan(params="device", grads="device", optimizer="device", wire={"gather": {"system": "packed"}})
+    assert "rounded messages change what is learned" in formats_words(asked, plan, 1.0, 2.0)
+    with pytest.raises(PlanError, match=r"--allow packed\+feedback: .*packed is lossless"):
+        parse_allowed(["packed+feedback"], task, islands=False)
+
+
+def test_words_on_formats_of_boundaries() -> None:
+    allowed = {
+        ("pipeline", "system"): Choice("bf16", ("bf16", "int8", "int4")),
+        ("gather", "system"): Choice("bf16", ("bf16", "packed")),
+    }
+    plan = Plan(
+        params="device", grads="device", optimizer="device", compute="bf16", wire={"pipeline": {"system": "bf16, int8"}}
+    )
+    said = formats_words(allowed, plan, 1.0, 2.0)
+    assert "allowed and used: pipeline (system: bf16, int8); step 1.00 s, 2.00 s without" in said
+    assert "rounded messages" in said
+    assert "allowed and not used: pipeline (system int4: no shorter step or no such message)" in said
