@@ -10,9 +10,9 @@ from terrace.checkpoint.residuals import digest
 from terrace.cluster.cluster import Cluster
 from terrace.model.blocks import block_specs
 from terrace.plan.presets import preset
-from terrace.program.lowering import build
+from terrace.program.lowering import build, build_stages
 from tests.support.mixtures import mixture
-from tests.support.toys import cluster_of
+from tests.support.toys import MODELS, cluster_of
 
 CLUSTER = cluster_of(2, 2)
 EXPERTS: list[dict[str, Any]] = [
@@ -56,3 +56,13 @@ def test_sums_that_go_whole_between_two_members_have_other_residuals(
     now = digest(program)
     monkeypatch.setattr(residuals, "between_two", lambda *_: [])
     assert (digest(program) != now) == is_other
+
+
+def test_members_in_another_order_have_other_residuals() -> None:
+    """A rank then has other stages; one boundary with feedback is enough."""
+    cluster, wire = cluster_of(1, 3), {"pipeline_backward": {"node": "bf16, int8+feedback"}}
+    plan = replace(preset("ddp", cluster), mapping={"node": {"pipeline": 3}}, wire=wire)
+    plans = [plan, replace(plan, order=(1, 0, 2))]
+    found = [digest(build_stages(cluster, each, MODELS["deep llama tied"].declared, 6, 16)[0]) for each in plans]
+    assert all(found)
+    assert found[0] != found[1]

@@ -139,3 +139,31 @@ def test_trained_values_take_no_more_than_a_normal_number_does() -> None:
 def test_neither_feedback_nor_blocks_of_any_size(text: str) -> None:
     with pytest.raises(PlanError, match="packed is lossless"):
         parse_format(text)
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_a_sum_is_added_in_the_order_of_ranks(position: int) -> None:
+    # Of such terms another order has another sum in fp32.
+    terms = torch.randn(4, 500, generator=torch.Generator().manual_seed(7)).mul_(
+        torch.tensor([[1e4], [1.0], [1e4], [1e-2]])
+    )
+    terms[2] = -terms[0]
+    terms = terms.bfloat16()
+    _, messages = returned(torch.cat([terms[:position], terms[position + 1 :]]))
+    total = torch.empty(500)
+    packed.decode_sum(messages, terms[position], position, WIRE, total)
+    first, *others = terms.float()
+    for other in others:
+        first = first + other
+    assert torch.equal(total, first)
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_message_has_room_for_as_many_as_it_says(over: int) -> None:
+    numel = 1024
+    room = WIRE.message_bytes(numel) - 2 * numel // WIRE.block - numel // 2 - numel
+    values = torch.ones(2, numel).bfloat16()
+    values[1, torch.arange(room + over) * 37] = 2.0**-20
+    decoded, _ = returned(values)
+    assert (decoded is None) == bool(over)
+    assert decoded is None or torch.equal(decoded, values)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, cycle
 from typing import Any
 
 import torch
@@ -283,6 +283,20 @@ def never_fits(engine: Engine) -> None:
     collectives._encode = marked  # type: ignore[method-assign]
 
 
+def some_do_not_fit(engine: Engine) -> None:
+    """Mark the last part of every other packed message of rank 0 alone, so that ranks must agree on what follows."""
+    collectives, turns = engine.comm.collectives, cycle((True, False))
+    inner = collectives._encode
+
+    def marked(message: MessageClass, hop: Hop, leg: str, values: Tensor, out: Tensor, origin: Origin) -> None:
+        inner(message, hop, leg, values, out, origin)
+        if engine.rank == 0 and hop.wire.packed and len(out) and next(turns):
+            packed.mark(out[-1:], hop.wire, hop.numel)
+            out[:, -1] ^= 0x55  # what a reader of it would decode
+
+    collectives._encode = marked  # type: ignore[method-assign]
+
+
 def flipped_bit(engine: Engine) -> None:
     """Flip the lowest bit of a mantissa in every packed message."""
     collectives = engine.comm.collectives
@@ -320,6 +334,7 @@ SABOTAGES: dict[str, Callable[[Engine], None]] = {
         lost_residual,
         rows_rounded_twice,
         never_fits,
+        some_do_not_fit,
         flipped_bit,
     )
 }

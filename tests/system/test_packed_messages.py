@@ -13,6 +13,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
+from tests.support.nightly import nightly
 from tests.support.parity import Case, exact, run
 from tests.support.pipelines import Place, pipelined
 from tests.support.toys import Rows, cluster_of
@@ -57,17 +58,30 @@ def in_bf16(case: Case) -> Case:
     return replace(case, plan=replace(case.plan, wire=wire))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bits_are_those_of_bf16_whether_messages_fit_or_not(pool: LocalPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "sabotages"),
+    [
+        *((name, ("some_do_not_fit",)) for name in ("refresh", "tensor", "stages", "context")),
+        *nightly(*((name, ("", "never_fits")) for name in CASES)),
+    ],
+)
+def test_bits_are_those_of_bf16_whether_messages_fit_or_not(
+    pool: LocalPool, name: str, sabotages: tuple[str, ...]
+) -> None:
     cluster, case = CASES[name]
-    cases = [in_bf16(case), case, replace(case, sabotage="never_fits"), replace(case, sabotage="flipped_bit")]
-    plain, *others, flipped = run(pool, cluster, cases)
+    plain, *others = run(pool, cluster, [in_bf16(case), *(replace(case, sabotage=each) for each in sabotages)])
     for outcomes in others:
         for outcome, expected in zip(outcomes, plain, strict=True):
             assert not outcome.complaint, outcome.complaint
             assert outcome.losses == expected.losses
             assert outcome.norms == expected.norms
             assert torch.equal(outcome.parameters, expected.parameters)
+
+
+@pytest.mark.parametrize("name", ["refresh", *nightly(*(name for name in CASES if name != "refresh"))])
+def test_a_flipped_bit_shows(pool: LocalPool, name: str) -> None:
+    cluster, case = CASES[name]
+    plain, flipped = run(pool, cluster, [in_bf16(case), replace(case, sabotage="flipped_bit")])
     assert flipped[0].losses != plain[0].losses
 
 
