@@ -26,6 +26,7 @@ from terrace.roster.entries import Attempt
 _LONGEST_LINE = 4096
 _BACKLOG = 256
 _GREET_S = 5.0  # for a process that has connected to say who it is
+_AGAIN_S = 0.1
 _BUFFER = 1 << 20
 Key = tuple[Attempt, str]  # an attempt, and the island that connects for it
 
@@ -48,11 +49,13 @@ class Post:
         self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.address = f"{host}|{self._listener.getsockname()[1]}"
         self._found: dict[Key, socket.socket] = {}
+        self._is_closed = False
         self._news = threading.Condition()
         threading.Thread(target=self._accept, name="roster post", daemon=True).start()
 
     def close(self) -> None:
         """Listen no more."""
+        self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -71,11 +74,13 @@ class Post:
             return {island: self._found.pop((key, island)) for key, island in wanted if (key, island) in self._found}
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 link, _ = self._listener.accept()
+            # Closed, or out of files for a moment, or the other end has gone already: no reason to stop listening.
             except OSError:
-                return  # closed
+                time.sleep(_AGAIN_S)
+                continue
             threading.Thread(target=self._greet, args=(link,), name="roster greeting", daemon=True).start()
 
     def _greet(self, link: socket.socket) -> None:

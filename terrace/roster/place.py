@@ -24,7 +24,9 @@ from terrace.roster.talk import Talk
 
 _TICK_S = 0.1
 _BACKLOG = 256
-_SILENT_S = 600.0  # a connection without a line, such as a stranger's, is closed
+_SILENT_S = 600.0  # a connection without a line is closed
+_PROVE_S = 10.0  # until its first line, since islands report as soon as they are connected
+_MOST_STRANGERS = 64  # connections without a sealed line yet, each of which may hold one line in memory
 _TOLD_S = 5.0  # for islands to ask once more after the end
 
 
@@ -94,6 +96,7 @@ class Place:
         self._ears: dict[str, Heard] = restarted(self._roster, time.monotonic())
         self._deciding = threading.Lock()
         self._talks: set[Talk] = set()
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._is_closed = False
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -134,12 +137,19 @@ class Place:
             self._log.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 link, _ = self._listener.accept()
+            # Closed, or out of files for a moment, or the other end has gone already: no reason to stop listening.
             except OSError:
-                return  # closed
-            link.settimeout(_SILENT_S)
+                time.sleep(_TICK_S)
+                continue
+            link.settimeout(_PROVE_S)
+            self._strangers[link] = None
+            for oldest in list(self._strangers)[:-_MOST_STRANGERS]:
+                self._strangers.pop(oldest, None)
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
             threading.Thread(target=self._hold, args=(link,), name="roster island", daemon=True).start()
 
     def _hold(self, link: socket.socket) -> None:
@@ -150,11 +160,14 @@ class Place:
             self._talks.add(talk)
             while True:
                 last = load(Report, talk.receive(), "a report")
+                if self._strangers.pop(link, self) is None:
+                    link.settimeout(_SILENT_S)
                 talk.send(asdict(self._answer(last)))
         # The island has gone, or it is a stranger; a line of it is no reason to end.
         except (OSError, TerraceError, ValueError):
             pass
         finally:
+            self._strangers.pop(link, None)
             if talk is not None:
                 self._talks.discard(talk)
                 talk.close()

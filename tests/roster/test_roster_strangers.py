@@ -1,5 +1,6 @@
 """Processes without the run's secret on the ports of a roster."""
 
+import errno
 import json
 import socket
 import threading
@@ -7,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -15,7 +17,7 @@ from terrace.launch.seal import Seal
 from terrace.roster.decisions import Report
 from terrace.roster.entries import Attempt, Terms
 from terrace.roster.links import Links, Post
-from terrace.roster.place import Place
+from terrace.roster.place import _MOST_STRANGERS, Place
 from terrace.roster.talk import Talk
 
 OWN, OTHER = Seal(b"0" * 32, "the test"), Seal(b"1" * 32, "a stranger")
@@ -86,3 +88,42 @@ def test_a_connection_between_islands_needs_the_secret_and_the_rank() -> None:
         assert [*post.fetch([(key, "b")], time.monotonic() + 5, lambda: False)] == ["b"]
     finally:
         post.close()
+
+
+def test_connections_without_the_secret_keep_nobody_out(place: Place) -> None:
+    own = Talk(connected(place), OWN, serves=False)
+    own.send(asdict(REPORT))
+    assert own.receive()["deal"]
+    silent = [connected(place) for _ in range(_MOST_STRANGERS + 3)]
+    silent[0].settimeout(5)
+    assert silent[0].recv(64)  # the number
+    assert not silent[0].recv(1)  # the oldest are closed for newer ones
+    own.send(asdict(REPORT))  # an island that has proved itself is not
+    assert own.receive()["deal"]
+    again = Talk(connected(place), OWN, serves=False)
+    again.send(asdict(REPORT))
+    assert again.receive()["deal"]
+    for link in silent:
+        link.close()
+
+
+def test_a_connection_that_cannot_be_taken_does_not_end_the_listening(place: Place) -> None:
+    """As when a process is out of file descriptors for a moment."""
+    taken, failures = place._listener.accept, [OSError(errno.EMFILE, "Too many open files")]
+
+    class Short:
+        def accept(self) -> Any:
+            if failures:
+                raise failures.pop()
+            return taken()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listener, name)
+
+    listener = place._listener
+    place._listener = cast(Any, Short())
+    for _ in range(3):  # the first is taken by the call that waits already
+        own = Talk(connected(place), OWN, serves=False)
+        own.send(asdict(REPORT))
+        assert own.receive()["deal"]
+    assert not failures
