@@ -135,7 +135,12 @@ def arrival(roster: Roster, ears: Ears, report: Report, now_s: float) -> tuple[t
         return (), Reply(is_out=True)
     if member is not None:
         # The process before it may have died this moment. It is lost by the rule for all, and this one asks again.
-        if _is_heard(ears, member, now_s, roster) or not _can_go(roster, ears, member, now_s):
+        if not _is_heard(ears, member, now_s, roster) and not _can_go(roster, ears, member, now_s):
+            return (), Reply(
+                refused=f"island {report.island!r} was lost, and no island that is heard has the parameters: begin "
+                "another roster (terrace meet with another --log) from a checkpoint (--train.weights)"
+            )
+        if _is_heard(ears, member, now_s, roster):
             return (), Reply(
                 refused=f"island {report.island!r} is in the roster already: give every island a name of its own "
                 "(--elastic.island)"

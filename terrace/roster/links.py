@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrace.base.errors import ConfigError
 from terrace.launch.seal import Seal
 from terrace.roster.entries import Attempt
 
@@ -119,11 +120,17 @@ def _bytes(values: Tensor) -> memoryview:
 
 
 def own_address(host: str, port: int) -> str:
-    """This machine's address on its way to `host`. Sends nothing."""
-    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(where)
-        return str(probe.getsockname()[0])
+    """This machine's address on its way to `host`. Sends nothing. Raises `ConfigError` if there is no way."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"cannot reach {host!r} from {socket.gethostname()} ({error}): give the name or address of the machine of "
+            "terrace meet (--meet HOST:PORT)"
+        ) from error
 
 
 class Links:

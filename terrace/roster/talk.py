@@ -15,10 +15,14 @@ from terrace.launch.seal import Seal
 
 _LONGEST = 1 << 22  # bytes of a line: addresses of thousands of ranks
 _NUMBER_BYTES = 16
+_NO = b"another secret\n"  # no sealed line, so whoever has the secret does not believe it
 
 
 class Talk:
-    """One end of a connection. Raises `OSError` when it ends, and `ConfigError` for a line of another secret."""
+    """One end of a connection. Raises `OSError` when it ends, and `ConfigError` for a line of another secret.
+
+    A server answers such a line by one that is not sealed, so that the other end raises `ConfigError` as well.
+    """
 
     def __init__(self, link: socket.socket, seal: Seal, *, serves: bool) -> None:
         self._link, self._file, self._serves = link, link.makefile("rb"), serves
@@ -37,7 +41,16 @@ class Talk:
         self._link.sendall(f"{text}\n".encode())
 
     def receive(self) -> dict[str, Any]:
-        text = self._seal.open(self._key(not self._serves, self._num_heard), self._read(), "the other end")
+        line = self._read()
+        try:
+            text = self._seal.open(self._key(not self._serves, self._num_heard), line)
+        except ConfigError as error:
+            if self._serves:
+                self._link.sendall(_NO)
+            raise ConfigError(
+                f"the other end of the roster has another secret than {self._seal.source}: set TERRACE_SECRET to the "
+                "same random text for terrace meet and every island, or keep strangers off the port"
+            ) from error
         self._num_heard += 1
         found = json.loads(text)
         if not isinstance(found, dict):

@@ -266,3 +266,12 @@ def test_every_kind_of_entry_comes_back_from_its_line() -> None:
         Finished(version=3),
     ]
     assert [entry_of(line_of(entry), "a line") for entry in entries] == entries
+
+
+def test_the_last_island_that_had_the_parameters_does_not_come_back_without_them() -> None:
+    """A new process of its name is told so, not that its name is taken."""
+    desk = two_islands()
+    late_s = 2 * TERMS.patience_s + 1
+    refused = desk.report("a", now_s=late_s, token="another").refused
+    assert "island 'a' was lost, and no island that is heard has the parameters" in refused
+    assert not desk.of(Gone)

@@ -16,7 +16,7 @@ from terrace.base.errors import ConfigError
 from terrace.launch.seal import Seal
 from terrace.roster.decisions import Report
 from terrace.roster.entries import Attempt, Terms
-from terrace.roster.links import Links, Post
+from terrace.roster.links import Links, Post, own_address
 from terrace.roster.place import _MOST_STRANGERS, Place
 from terrace.roster.talk import Talk
 
@@ -42,6 +42,8 @@ def connected(place: Place) -> socket.socket:
 def test_a_stranger_is_not_answered_and_decides_nothing(place: Place, tmp_path: Path) -> None:
     talk = Talk(connected(place), OTHER, serves=False)
     talk.send(asdict(REPORT))
+    with pytest.raises(ConfigError, match="another secret than a stranger"):
+        talk.receive()
     with pytest.raises(OSError, match="ended"):
         talk.receive()
     assert not (tmp_path / "roster.jsonl").read_text()
@@ -57,11 +59,14 @@ def test_a_line_counts_at_its_place_in_its_connection_alone(place: Place) -> Non
     link.sendall(f"{sealed}\n{sealed}\n".encode())
     answers = link.makefile("rb")
     assert answers.readline()
+    assert answers.readline() == b"another secret\n"
     assert not answers.readline()  # the same line again ends the connection
     other = connected(place)
-    other.makefile("rb").readline()
+    answers = other.makefile("rb")
+    answers.readline()
     other.sendall(f"{sealed}\n".encode())
-    assert not other.makefile("rb").readline()
+    assert answers.readline() == b"another secret\n"
+    assert not answers.readline()
 
 
 def test_a_reply_of_a_stranger_is_refused() -> None:
@@ -71,9 +76,14 @@ def test_a_reply_of_a_stranger_is_refused() -> None:
         with there:
             server = threading.Thread(target=lambda: Talk(there, OTHER, serves=True).send({}), daemon=True)
             server.start()
-            with pytest.raises(ConfigError, match="not of this run"):
+            with pytest.raises(ConfigError, match="another secret"):
                 Talk(link, OWN, serves=False).receive()
             server.join()
+
+
+def test_a_machine_without_a_name_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="cannot reach 'no such machine'"):
+        own_address("no such machine", 29400)
 
 
 def test_a_connection_between_islands_needs_the_secret_and_the_rank() -> None:
