@@ -135,7 +135,7 @@ class Rent(Line):
     sequence: int | None = option("S", "tokens a sequence")
     axes: str = option("LIST", "axes to search, e.g. data,tensor, or all (default: all)", "all")
     limit: int = option("N", f"plans to play at most for a row (default: {MOST_PLAYED})", MOST_PLAYED)
-    page: Path | None = option("FILE", "write a self-contained HTML page with costs over days")
+    page: str | None = option("FILE", "write a self-contained HTML page with costs over days")
     force: bool = flag("replace the --page file if it is there")
 
 

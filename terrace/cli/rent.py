@@ -86,8 +86,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if absent := [f"--{name}" for name in _NEEDED if getattr(options, name) is None]:
         raise ConfigError(f"{', '.join(absent)} must be given")
     check_count("--limit", options.limit)
-    if options.page is not None:
-        _check_page(options.page, options)
+    page = None if options.page is None else Path(options.page)
+    if page is not None:
+        _check_page(page, options)
     elif options.force:
         raise ConfigError("--force has no effect without --page FILE: leave it out")
     training = _Training(
@@ -106,13 +107,13 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         f"{decoder_words(training.model, block_specs(training.model))}, {tokens_words(training.tokens)} in steps of "
         f"{counted(training.batch, 'sequence')} x {counted(training.sequence, 'token')}"
     )
-    if options.page is not None:  # before anything is printed
-        write_file("--page", options.page, page_html(market_page(market, about)))
+    if page is not None:  # before anything is printed
+        write_file("--page", page, page_html(market_page(market, about)))
     print(f"{filled(about)}\n")
     Terminal().print(market_table(market))
     print(filled("\n".join(filter(None, (reasons_words(market), answer_words(market))))))
-    if options.page is not None:
-        print(f"\nwrote {options.page}")
+    if page is not None:
+        print(f"\nwrote {page}")
     return 0
 
 

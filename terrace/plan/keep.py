@@ -4,6 +4,7 @@ This is independent of the tier over which a state is sharded: a rank keeps its 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 Medium = Literal["device", "host", "disk"]
@@ -40,47 +41,47 @@ class Keep:
     piece: int = 1 << 20  # elements of a flat buffer that are read or written at a time
     ring: int = 4  # pieces of optimizer states that are on the device at a time
 
-    @property
+    @cached_property
     def optimizer_below(self) -> bool:
         """Whether optimizer states are kept below the device."""
         return self.optimizer != DEVICE
 
-    @property
+    @cached_property
     def grads_below(self) -> bool:
         """Whether accumulated gradients are kept below the device, from their reduction to their update."""
         return self.grads != DEVICE
 
-    @property
+    @cached_property
     def params_below(self) -> bool:
         """Whether the working copy of the parameters is kept below the device."""
         return self.params != DEVICE
 
-    @property
+    @cached_property
     def activations_below(self) -> bool:
         """Whether inputs of blocks are kept below the device, from their forward to their backward."""
         return self.activations != DEVICE
 
-    @property
+    @cached_property
     def updates_on_host(self) -> bool:
         """Whether the host's cores update, on a lane of their own."""
         return self.update == HOST
 
-    @property
+    @cached_property
     def layer_wise(self) -> bool:
         """Whether each block is updated when its gradient is complete, without the norm of the whole model."""
         return self.order == "backward"
 
-    @property
+    @cached_property
     def hands_over(self) -> bool:
         """Whether gradients are copied to the host for updates there, and parameters back. On a CPU nothing moves."""
         return self.updates_on_host and self.grads_below
 
-    @property
+    @cached_property
     def states_pass(self) -> bool:
         """Whether optimizer states pass a ring: they are kept below, and elsewhere than where they are updated."""
         return self.optimizer_below and not (self.updates_on_host and self.optimizer == HOST)
 
-    @property
+    @cached_property
     def lanes(self) -> tuple[str, ...]:
         """The media in use, and the host's cores if they update: a step has a lane for each."""
         return (*self.media, *((CORES,) if self.updates_on_host else ()))
@@ -89,13 +90,13 @@ class Keep:
         """The states that are kept on a medium."""
         return tuple(state for state in KEPT if getattr(self, state) == medium)
 
-    @property
+    @cached_property
     def media(self) -> tuple[Medium, ...]:
         """The media below the device in use, each once."""
         used = dict.fromkeys((self.optimizer, self.params, self.grads, self.activations))
         return tuple(each for each in used if each != DEVICE)
 
-    @property
+    @cached_property
     def is_below(self) -> bool:
         """Whether any state is kept below the device."""
         return bool(self.media)

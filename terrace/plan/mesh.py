@@ -315,7 +315,7 @@ class Mesh:
         member, inside = divmod(place, self.stages_inside)
         return self.order.index(member) * self.stages_inside + inside
 
-    @property
+    @cached_property
     def stages_inside(self) -> int:
         """Pipeline stages of a member of the outermost tier."""
         return self.total("pipeline") // self.group("pipeline")[-1]
@@ -325,9 +325,11 @@ class Mesh:
 
         None for stages of one member. The last member's with the first is numbered after all others.
         """
-        one, two = sorted((stage // self.stages_inside, other // self.stages_inside))
+        inside = self.stages_inside
+        one, two = stage // inside, other // inside
         if one == two:
             return None
+        one, two = min(one, two), max(one, two)
         return one if two == one + 1 else self.group("pipeline")[-1] - 1
 
     def edge_tier(self, stage: int, other: int) -> int:

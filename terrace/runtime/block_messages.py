@@ -51,7 +51,8 @@ class ParameterMessages:
 
     def await_refresh(self, block: int) -> None:
         """Wait for a block's new parameters, if they are on their way."""
-        self._start_late(block)
+        if block in self._late:
+            self._start_late(block)
         if block in self.refreshes:
             self._messages.wait(self.refreshes.pop(block), "wait refresh")
 
@@ -60,7 +61,8 @@ class ParameterMessages:
         if now.block in self._resting:
             self._fetch(now)
             return
-        self._start_late(now.block)
+        if now.block in self._late:
+            self._start_late(now.block)
         # The gather reads the shard that the refresh writes, hence the order on the lane.
         after = self.refreshes.pop(now.block).ticket if now.block in self.refreshes else DONE
         gather = self._messages.of_block(lambda flat, transfer: flat.gather(self._collectives, transfer, now.secondary))
@@ -68,7 +70,8 @@ class ParameterMessages:
 
     def _fetch(self, now: Instruction) -> None:
         # A read waits for the last write of the same flat parameter (`Whole.read`), which follows its refresh.
-        self._start_late(now.block)
+        if now.block in self._late:
+            self._start_late(now.block)
         if self._resting[now.block]:
             self.refreshes.pop(now.block, None)
         self._count_freed(now.block)
@@ -142,11 +145,10 @@ class ParameterMessages:
             self.refreshes[now.block] = Pending(flat.resting[0].evict(ticket), messages.counter, now)
 
     def _start_late(self, block: int) -> None:
-        if block in self._late:
-            position, now, updated = self._late.pop(block)
-            self._messages.wait_below(updated, "wait update")
-            with self._messages.at(position, now):
-                self._send_refresh(now, updated)
+        position, now, updated = self._late.pop(block)
+        self._messages.wait_below(updated, "wait update")
+        with self._messages.at(position, now):
+            self._send_refresh(now, updated)
 
     def update_on_host(self, now: Instruction, scale: Scale, lr: float) -> None:
         """UPDATE on the host's cores, which goes on behind the instructions that follow."""
@@ -164,7 +166,8 @@ class ParameterMessages:
             return
         while len(self._updated) >= MOST_UPDATED:
             oldest = self._updated[0]
-            self._start_late(oldest)
+            if oldest in self._late:
+                self._start_late(oldest)
             self._messages.wait(self.refreshes.pop(oldest), f"wait {MessageClass.KEEP_WRITE.value}")
             self._count_freed(oldest)
         self._updated.append(block)

@@ -142,7 +142,9 @@ class Messages:
         self.program = program
         for self.counter, self.now in enumerate(program.instructions):
             # Reported before it runs: a rank that hangs names the instruction it hangs in.
-            self._tell(self.counter, self.now, ())
+            # Without a function of its own, as this is done for each instruction.
+            self._told = self.counter, self.now, ()
+            self.progress(*self._told)
             handlers[self.now.op](self.now)
 
     @contextmanager

@@ -79,7 +79,7 @@ def drain(rank: Rank) -> None:
 
 def behind_clip(plays: Sequence[Move]) -> int:
     """The position after the last CLIP; 0 without one, or if updates go on behind it."""
-    if any(act is Rank.agree for act, _ in plays):
+    if Rank.agree in [act for act, _ in plays]:
         return 0
     return 1 + max([position for position, (act, _) in enumerate(plays) if act is Rank.clip], default=-1)
 
@@ -141,10 +141,11 @@ class _Pricing:
         self._buffered = gradient_buffers(program)
         self._sends: dict[int, Event] = {}
         # The block whose gradients are read from below the device after those of each.
-        used = (each.block for each in program.segments.folded.distinct if each.op in (Op.ORTHOGONALISE, Op.UPDATE))
         keep = program.plan.keep
         reads = keep.grads_below and not keep.updates_on_host
-        read = [block for block in dict.fromkeys(used) if reads and costs.gradients_s(block)]
+        distinct = program.segments.folded.distinct if reads else ()
+        used = dict.fromkeys(each.block for each in distinct if each.op in (Op.ORTHOGONALISE, Op.UPDATE))
+        read = [block for block in used if costs.gradients_s(block)]
         self._read_next = dict(pairwise(read))
 
     def play(self, instruction: Instruction) -> Play:

@@ -275,7 +275,7 @@ class Rank(BelowClocks):
         self.counts_end = self.issue(event, START)
 
     def outer_start(self, event: Event) -> None:
-        """OUTERSTART follows its OUTER_COUNT on the lane: the parameters have been updated."""
+        """OUTER_START follows its OUTER_COUNT on the lane: the parameters have been updated."""
         self.changes[event.block] = self.issue(event, self.counts_end), event.category
 
     def outer_apply(self, event: Event) -> None:

@@ -36,7 +36,7 @@ def test_defaults_are_those_of_a_run() -> None:
     for section in ("train", "optimizer", "data", "plan"):
         for key in keys_of(section):
             value = getattr(getattr(run, section), key.name)
-            is_absent = value in (None, ONE_ISLAND, ALL_ON_DEVICE) or key.name == "shares"
+            is_absent = value in (None, ONE_ISLAND, ALL_ON_DEVICE) or key.name in ("shares", "order")
             wanted = "none" if is_absent else json.dumps(value)
             if section == "plan" and key.name in NUMBERS:
                 wanted = "the fastest"

@@ -37,6 +37,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("--train.weights", "w", "--model.initializer_range", "0.1"), "the weights in "),
     (("--model.model_type", "mistral", "--model.sliding_window", "0"), "no layer has a window"),
     ((*QWEN2, "--model.max_window_layers", "1"), "no layer has a window"),
+    (("--plan.master_apart", "true"), "it only takes memory without [prune]"),
     (("--plan.unit", "5"), "a rank has 4 micro-batches in a step: use at most 4"),
 ]
 
