@@ -192,7 +192,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             value = [value]  # a single name stands for a list of one, which needs no quotes in a shell
         if not isinstance(value, (list, tuple)):
             names = isinstance(value, str) and not dataclasses.is_dataclass(get_args(hint)[0])
-            example = f", such as [{json.dumps(value)}]" if names else ""
+            example = f", such as [{json.dumps(value) if get_args(hint)[0] is str else value}]" if names else ""
             raise ConfigError(f"{where} = {value!r} must be a list{example}")
         inners = get_args(hint)
         if inners[-1] is Ellipsis:

@@ -173,6 +173,7 @@ BAD = [
     (ModelError, ("--train.freeze", '["layers.9.*"]'), "freeze pattern 'layers.9.*' matches no parameter"),
     (ModelError, ("--train.freeze", '["*"]'), "freezes every parameter: leave something to train"),
     (ConfigError, ("--train.freeze", "3"), "train.freeze = 3 must be a list"),
+    (ConfigError, ("--plan.order", "2,1,0"), "plan.order = '2,1,0' must be a list, such as [2,1,0]"),
     (ModelError, ("--model.num_attention_heads", "3"), "num_attention_heads = 3"),
     (ModelError, ("--model.hiden_size", "3"), "hiden_size"),
     (ModelError, ("--model.model_type", "lama"), "did you mean 'llama'?"),
