@@ -325,11 +325,9 @@ class Mesh:
 
         None for stages of one member. The last member's with the first is numbered after all others.
         """
-        inside = self.stages_inside
-        one, two = stage // inside, other // inside
+        one, two = sorted([stage // self.stages_inside, other // self.stages_inside])
         if one == two:
             return None
-        one, two = min(one, two), max(one, two)
         return one if two == one + 1 else self.group("pipeline")[-1] - 1
 
     def edge_tier(self, stage: int, other: int) -> int:
