@@ -170,10 +170,10 @@ def threads_of_messages(
     _sending = Collectives._sending
     threads: set[str] = set()
 
-    def noted(self: Collectives, transfer: Transfer, *rest: Any) -> Any:
+    def noted(self: Collectives, transfer: Transfer, *rest: Any, **more: Any) -> Any:
         if transfer.message_class is MessageClass.TENSOR:
             threads.add(current_thread().name)
-        return _sending(self, transfer, *rest)
+        return _sending(self, transfer, *rest, **more)
 
     def run(name: str, freeze: str) -> tuple[set[str], str]:
         threads.clear()
