@@ -192,7 +192,7 @@ def threads_of_messages(
         engine.close()
         return set(threads), complaint
 
-    Collectives._sending = noted  # type: ignore[method-assign, assignment]
+    Collectives._sending = noted  # type: ignore[method-assign]
     try:
         return [run(*case) for case in cases]
     finally:
