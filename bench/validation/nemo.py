@@ -7,12 +7,12 @@ A row is the plan that its recipe names, predicted by `predict_step`, with what 
 - in fp8, products of layers are Transformer Engine's (`with_fp8`).
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from bench.models import llama_of
+from bench.validation.published import mapping_of
 from bench.validation.rows import Row, Table, gpt, read_rows
 from bench.validation.software import cudnn_of_2024
 from terrace.cluster.cluster import Cluster, Device
@@ -121,7 +121,7 @@ def run_of(line: dict[str, str]) -> Step:
     degrees = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
     plan = replace(
         preset("zero1", cluster),
-        mapping=_mapping(cluster, degrees),
+        mapping=mapping_of(cluster, degrees),
         compute="bf16",
         micro_batch=micro_batch,
         sequence_parallel=tensor > 1,
@@ -138,19 +138,6 @@ def run_of(line: dict[str, str]) -> Step:
         work=work_of(cluster, plan, layer_operations(model), sequence),
         precision=line["precision"],
     )
-
-
-def _mapping(cluster: Cluster, degrees: dict[str, int]) -> dict[str, dict[str, int]]:
-    """Axes from the inside outwards, in Megatron's order of ranks."""
-    left, mapping = dict(degrees), {}
-    for tier in cluster.tiers:
-        room, own = tier.size, {}
-        for axis, degree in left.items():
-            here = math.gcd(degree, room)
-            if here > 1:
-                own[axis], left[axis], room = here, degree // here, room // here
-        mapping[tier.name] = own
-    return {tier: own for tier, own in mapping.items() if own}
 
 
 def _stages(layers: int, virtual: int) -> tuple[int, ...]:
