@@ -24,7 +24,7 @@ from terrace.planner.pins import Pins, parse_axes
 from terrace.planner.rent import Market, Offer, Offers, Rented, priced
 from terrace.planner.search import find
 from terrace.planner.space import Space
-from terrace.planner.task import plan_of
+from terrace.planner.task import Task, plan_of
 from terrace.planner.ties import settle
 from terrace.planner.verdicts import lack
 from terrace.report.page import page_html
@@ -49,17 +49,16 @@ class _Training:
     axes: tuple[str, ...]
     limit: int
 
-    def on(self, offer: Offer, cluster: Cluster) -> Rented:
+    def task(self, cluster: Cluster) -> Task:
+        """The task on `cluster`. Under equal shares its slowest member decides, as in a search of plans."""
+        alike = slowest(cluster, faster_dtype(cluster))
+        return task_on(alike, model=self.model, batch=self.batch, sequence=self.sequence)
+
+    def on(self, offer: Offer, cluster: Cluster, task: Task) -> Rented:
         """The row of an offer at one size: of its best plan, or with the reason why there is none."""
         size, devices = cluster.tiers[-1].size, cluster.world_size
         row = Rented(offer=offer, name=offer.name or cluster.name, num_nodes=size, num_devices=devices)
-        # Under equal shares the slowest member decides, as in a search of plans.
-        alike = slowest(cluster, faster_dtype(cluster))
-        try:
-            task = task_on(alike, model=self.model, batch=self.batch, sequence=self.sequence)
-            found, _ = find(Space(task=task, axes=self.axes, pins=Pins()), limit=self.limit)
-        except TerraceError as error:
-            return replace(row, reason=str(error))
+        found, _ = find(Space(task=task, axes=self.axes, pins=Pins()), limit=self.limit)
         if not found.best:
             indivisible = f"a batch of {self.batch} does not divide over its {counted(devices, 'device')}"
             return replace(row, reason=lack(task, found.nearest) if found.nearest else indivisible)
@@ -85,7 +84,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the table and the answer, and writes the page; returns 0."""
     if absent := [f"--{name}" for name in _NEEDED if getattr(options, name) is None]:
         raise ConfigError(f"{', '.join(absent)} must be given")
-    check_count("--limit", options.limit)
+    for name in ("batch", "sequence", "limit"):
+        check_count(f"--{name}", getattr(options, name))
     page = None if options.page is None else Path(options.page)
     if page is not None:
         _check_page(page, options)
@@ -100,8 +100,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         limit=options.limit,
     )
     offers = load(Offers, read_table(options.offers), "offers file")
-    machines = list(_machines(offers))  # all are read before the first search
-    rows = [training.on(offer, cluster) for offer, cluster in machines]
+    machines = list(_machines(offers, training))  # all are checked before the first search
+    rows = [training.on(offer, cluster, task) for offer, cluster, task in machines]
     market = Market(rows=tuple(rows), days=offers.days, money=offers.money, currency=offers.currency)
     about = (
         f"{decoder_words(training.model, block_specs(training.model))}, {tokens_words(training.tokens)} in steps of "
@@ -117,8 +117,11 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     return 0
 
 
-def _machines(offers: Offers) -> Iterator[tuple[Offer, Cluster]]:
-    """Each offer with its cluster at each size. Raises `ConfigError` for one that is no cluster."""
+def _machines(offers: Offers, training: _Training) -> Iterator[tuple[Offer, Cluster, Task]]:
+    """Each offer with its cluster and the task at each size.
+
+    Raises `ConfigError` for one that is no cluster, or on which nothing can be trained whatever its plan.
+    """
     for number, offer in enumerate(offers.offers, start=1):
         try:
             table: Mapping[str, Any] = {"cluster": named_table(offer.cluster)}
@@ -127,7 +130,7 @@ def _machines(offers: Offers) -> Iterator[tuple[Offer, Cluster]]:
                 cluster = whole.resized(size)
                 if wrong := cluster.failures.restarts_prevail(cluster.world_size, num_machines(cluster)):
                     raise ClusterError(wrong)
-                yield offer, cluster
+                yield offer, cluster, training.task(cluster)
         except TerraceError as error:
             raise ConfigError(f"offers file, offer {number}, cluster {offer.cluster}: {error}") from error
 

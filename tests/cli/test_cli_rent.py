@@ -99,5 +99,12 @@ def test_options_that_are_missing_or_of_no_use(here: Planning) -> None:
     said = here.call("rent", "--model", here.model)
     assert said.code == 2
     assert "--offers, --tokens, --batch, --sequence must be given" in said.error
+    for words in (("--batch", 0), ("--sequence", 0)):
+        code, out, error = rent(here, *words)
+        assert (code, out) == (2, "")
+        assert f"{words[0]} 0 must be at least 1" in error
+    code, out, error = rent(here, "--sequence", 1024)  # no offer changes that
+    assert (code, out) == (2, "")
+    assert "sequence = 1024 is longer than the 512 positions the model has" in error
     assert "unknown argument '--cluster.name'" in rent(here, "--cluster.name", "x")[2]
     assert "--force has no effect" in rent(here, "--force")[2]
