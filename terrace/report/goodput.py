@@ -40,7 +40,7 @@ def ways_table(outlook: Outlook) -> Table:
 
 
 def ways_words(outlook: Outlook) -> str:
-    """Lines on the key that sets the interval, on spares, and on what is not built."""
+    """Lines on the key that sets the interval, on spares, and on how islands come and go."""
     disk, tier = outlook.ways[0], outlook.cluster.tiers[-1]
     lines = [
         _interval_words(disk, "" if outlook.has_islands else ', or "auto", which measures the stall')
@@ -50,8 +50,8 @@ def ways_words(outlook: Outlook) -> str:
     ]
     if any(way.name == ISLANDS for way in outlook.ways):
         lines.append(
-            f"{ISLANDS}: no run does this yet; the row counts the time of {tier.size} members of tier {tier.name} that "
-            "go on without each other"
+            f"{ISLANDS}: each of the {tier.size} members of tier {tier.name} is a job of its own (terrace train "
+            "--meet); the row counts the time of members that go on without each other"
         )
     return filled("\n".join(lines))
 

@@ -44,7 +44,7 @@ def test_a_plan_of_a_cluster_whose_parts_fail(here: Planning) -> None:
     assert float(found["checkpoints on disk"]) == pytest.approx(100 * (1 - waits) * (1 - 300 / 3600 / 62.5), abs=0.2)
     assert float(found["islands that come and go"]) > 85
     assert f"with 0 spares {100 * waits:.1f} % of the time waits for a machine" in joined(said.out)
-    assert "no run does this yet" in said.out
+    assert "is a job of its own (terrace train --meet)" in joined(said.out)
     # The plan's file has the table, so a scaling curve of it has the columns.
     curve = here.call("plan", "--scale", "--plan", "plan.toml")
     assert "goodput" in curve.out
