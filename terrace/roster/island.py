@@ -14,8 +14,8 @@ from terrace.base.errors import TerraceError, TrainingError
 from terrace.base.schema import load
 from terrace.launch.seal import Seal
 from terrace.roster.entries import Attempted, Dealt, Terms
-from terrace.roster.links import LinkError, Links, Post, own_address
-from terrace.roster.member import Member
+from terrace.roster.links import LinkError, Links, Listener, own_address
+from terrace.roster.reporter import Reporter
 from terrace.roster.side import Act
 
 _POLL_S = 0.02
@@ -47,7 +47,7 @@ ALONE = Ranks(rank=0, gather=lambda value: [value])
 
 
 class _Making:
-    """An attempt at an exchange, in a thread: it waits for other islands, which this rank may have to leave."""
+    """An attempt at an exchange, in a thread of its own, so that this rank can give it up while it waits for others."""
 
     def __init__(self, attempt: Attempted, run: Callable[[Links], None], links: Links) -> None:
         self.attempt, self.links = attempt, links
@@ -61,20 +61,20 @@ class _Making:
             self.outcome = {"is_held": True, "blames": []}
         except LinkError as error:
             self.outcome = {"is_held": False, "blames": list(error.blames)}
-        except Exception as error:  # raised by the rank that looks at it
+        except Exception as error:  # raised by the first rank, in `_asked`
             self.outcome = {"is_held": False, "blames": [], "error": repr(error)}
 
     def leave(self) -> None:
-        """End it, and wait until it touches nothing any more."""
+        """Give up the attempt, and wait until its thread has ended."""
         self.links.close()
         self._thread.join()
 
 
 class Island:
-    """One rank of island `name`, which meets the others at `where`, as the run's `terms` have it.
+    """One rank of the island `name`. `where` is the address of the meeting place, `terms` are those of the run.
 
-    `facts` are compared between islands, by name; the values that this one begins with are another of them. `applied`
-    is called on every rank after an exchange has changed its parameters, `say` with lines for the user. `lost_s` is how
+    `facts` are compared between islands, by name; a checksum of the initial values is added to them. `applied` is
+    called on every rank after an exchange has changed its parameters, `say` with lines for the user. `lost_s` is how
     long the island waits for a meeting place that does not answer.
     """
 
@@ -94,29 +94,29 @@ class Island:
     ) -> None:
         self._kept, self._ranks, self._seal, self._terms = kept, ranks, seal, terms
         self._applied, self._say = applied, say
-        self._post = Post(seal, ranks.rank, own_address(*where))
+        self._listener = Listener(seal, ranks.rank, own_address(*where))
         self._makings: list[_Making] = []  # the newest attempt, if there is one
         self.sent_bytes = 0  # to other islands
-        of_all = ranks.gather({"name": name, "address": self._post.address, "digest": kept.digest()})
+        of_all = ranks.gather({"name": name, "address": self._listener.address, "digest": kept.digest()})
         self.name = str(of_all[0]["name"])
-        self._members: list[Member] = []  # on the first rank
+        self._reporters: list[Reporter] = []  # on the first rank
         if ranks.rank == 0:
             addresses = tuple(str(each["address"]) for each in of_all)
             facts = {**facts, "initial value": f"{sum(each['digest'] for each in of_all)}"}
-            self._members = [Member(self.name, where, seal, terms, facts, addresses, lost_s=lost_s, say=say)]
+            self._reporters = [Reporter(self.name, where, seal, terms, facts, addresses, lost_s=lost_s, say=say)]
 
     def join(self) -> Dealt | None:
-        """Join the roster, and wait for the first window. Raises `ConfigError` if it refuses this island."""
-        self._told(self._begun)
+        """Join the roster, and wait for the first window. Raises `ConfigError` if the roster refuses this island."""
+        self._on_first(self._begun)
         return self.meet(has_window=False)
 
     def meet(self, tokens: int = 0, *, has_window: bool = True, leaves: bool = False) -> Dealt | None:
-        """Exchange, until the next window is dealt to this island, or there is none: the run is finished, or it leaves.
+        """Exchange until the next window is dealt to this island. Returns None if the run is finished or it leaves.
 
-        `tokens` is how many it has trained on in its window, if it has one. Raises `HangError` without a meeting place.
+        `tokens` are those of the window that it has trained. Raises `HangError` if the meeting place does not answer.
         """
-        for member in self._members:
-            member.ready(tokens, has_window=has_window, leaves=leaves)
+        for reporter in self._reporters:
+            reporter.ready(tokens, has_window=has_window, leaves=leaves)
         while True:
             order = self._ordered()
             match Act(order["act"]):
@@ -125,14 +125,14 @@ class Island:
                 case Act.APPLY:
                     self._apply()
                     if leaves:
-                        self._told(self._left)
+                        self._on_first(self._left)
                         return None
                 case Act.TRAIN:
                     return load(Dealt, order["deal"], "the deal")
                 case Act.BEGIN_AGAIN if leaves:
                     return None
                 case Act.BEGIN_AGAIN:
-                    self._say("the roster has lost this island: what it had in hand does not count; it joins anew")
+                    self._say("the roster counted this island as lost: it drops the steps in hand, and joins again")
                     self._leave()
                 case Act.END:
                     return None
@@ -140,14 +140,14 @@ class Island:
                     time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Leave the roster: nothing of this island is left running."""
+        """End the threads and connections of this rank."""
         self._leave()
-        for member in self._members:
-            member.close()
-        self._post.close()
+        for reporter in self._reporters:
+            reporter.close()
+        self._listener.close()
 
-    def _told(self, talk: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What `talk` returns on the first rank, on all ranks. Its error is raised there, and ends the others."""
+    def _on_first(self, talk: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Call `talk` on the first rank. Returns its result on all ranks. Its error ends them all."""
         found: dict[str, Any] = {}
         problems: list[TerraceError] = []
         if self._ranks.rank == 0:
@@ -163,36 +163,36 @@ class Island:
         return dict(found)
 
     def _begun(self) -> dict[str, Any]:
-        for member in self._members:
-            member.begin()
+        for reporter in self._reporters:
+            reporter.begin()
         return {}
 
     def _left(self) -> dict[str, Any]:
-        # Once more, so that the roster knows that nothing is lost with it. It need not be there any longer.
-        for member in self._members:
-            member.ask_within(_AWAY_S)
+        # A last report says that the exchange is applied. The meeting place may have ended already.
+        for reporter in self._reporters:
+            reporter.ask_within(_AWAY_S)
         return {}
 
     def _ordered(self) -> dict[str, Any]:
-        """What the first rank was told to do, on all ranks, after what their attempts have come to."""
+        """The next act, on all ranks, after the first has reported how the attempt ended on each of them."""
         own = dict(self._makings[0].outcome) if self._makings else {}
         of_all = self._ranks.gather(own)
-        return self._told(lambda: self._asked(of_all))
+        return self._on_first(lambda: self._asked(of_all))
 
     def _asked(self, of_all: list[dict[str, Any]]) -> dict[str, Any]:
-        (member,) = self._members
+        (reporter,) = self._reporters
         if self._makings and all(of_all):
             for each in of_all:
                 if "error" in each:
                     raise TrainingError(f"an exchange of the roster failed: {each['error']}")
             blames = sorted({name for each in of_all for name in each["blames"]})
-            member.ended(self._makings[0].attempt.key, tuple(blames), is_held=all(each["is_held"] for each in of_all))
-        act = member.ask()
-        side = member.side
+            reporter.ended(self._makings[0].attempt.key, tuple(blames), is_held=all(each["is_held"] for each in of_all))
+        act = reporter.ask()
+        side = reporter.side
         return {
             "act": act.value,
             "attempt": asdict(side.trying) if act is Act.EXCHANGE and side.trying else {},
-            "addresses": {name: list(each) for name, each in member.addresses.items()},
+            "addresses": {name: list(each) for name, each in reporter.addresses.items()},
             "deal": asdict(side.deal) if act is Act.TRAIN and side.deal else {},
         }
 
@@ -207,7 +207,7 @@ class Island:
             finally:
                 self.sent_bytes += links.sent_bytes
 
-        links = Links(self._post, self._seal, self._ranks.rank, self._terms.patience_s)
+        links = Links(self._listener, self._seal, self._ranks.rank, self._terms.patience_s)
         self._makings = [_Making(attempt, run, links)]
 
     def _leave(self) -> None:

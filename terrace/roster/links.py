@@ -1,11 +1,11 @@
-"""Connections of one rank to the ranks of its place on other islands, for one attempt at an exchange.
+"""Connections of one rank to the ranks of its number on other islands, for one attempt at an exchange.
 
-Messages of gloo would do, but a group of gloo cannot be left: its threads write into its buffers until its timeout, and
-a frozen member keeps all others. These connections are closed, and then nothing reads or writes any more.
+A group of gloo would do, but cannot be given up: its threads write into its buffers until its timeout, and a frozen
+member holds up all others. Once these connections are closed, no thread reads or writes any more.
 
-Every rank listens on one port for its whole life. Of two islands the later one by name connects. It proves with the
-run's secret that it belongs to the attempt, over a number that the listener has just drawn. Tensors themselves travel
-as they are, as those of gloo and NCCL do.
+Every rank listens on one port from its start to its end. Of two islands the later one by name connects. It proves with
+the run's secret that it belongs to the attempt, over a number that the listener has just drawn. Tensors are neither
+sealed nor encrypted, as in gloo and NCCL.
 """
 
 import json
@@ -26,7 +26,7 @@ from terrace.roster.entries import Attempt
 
 _LONGEST_LINE = 4096
 _BACKLOG = 256
-_GREET_S = 5.0  # for a process that has connected to say who it is
+_GREET_S = 5.0  # in which a process that has connected must prove who it is
 _AGAIN_S = 0.1
 _BUFFER = 1 << 20
 Key = tuple[Attempt, str]  # an attempt, and the island that connects for it
@@ -40,8 +40,8 @@ class LinkError(Exception):
         self.blames = tuple(blames)
 
 
-class Post:
-    """A rank's port. Connections that nobody waits for are kept until they are fetched, or the post is closed."""
+class Listener:
+    """A rank's port. Connections that nobody waits for are kept until they are fetched, or the listener is closed."""
 
     def __init__(self, seal: Seal, rank: int, host: str) -> None:
         """`host` is this machine's address as the other islands reach it."""
@@ -52,7 +52,7 @@ class Post:
         self._found: dict[Key, socket.socket] = {}
         self._is_closed = False
         self._news = threading.Condition()
-        threading.Thread(target=self._accept, name="roster post", daemon=True).start()
+        threading.Thread(target=self._accept, name="roster listener", daemon=True).start()
 
     def close(self) -> None:
         """Listen no more."""
@@ -66,7 +66,7 @@ class Post:
             self._found.clear()
 
     def fetch(self, keys: Iterable[Key], until_s: float, is_over: Callable[[], bool]) -> dict[str, socket.socket]:
-        """The connections of `keys` by island, as far as they come before `until_s` (monotonic)."""
+        """Connections, by island, of those of `keys` that arrive before `until_s` (monotonic clock) or `is_over`."""
         wanted = list(keys)
         with self._news:
             # Woken now and then, since an attempt may be given up meanwhile.
@@ -89,15 +89,15 @@ class Post:
             link.settimeout(_GREET_S)
             nonce = secrets.token_hex(16)
             link.sendall(f"{nonce}\n".encode())
-            told = json.loads(self._seal.open(f"link/{nonce}", _line(link)))
-            key = Attempt(int(told["exchange"]), int(told["attempt"]))
-            if told["rank"] != self._rank:
+            greeting = json.loads(self._seal.open(f"link/{nonce}", _line(link)))
+            key = Attempt(int(greeting["exchange"]), int(greeting["attempt"]))
+            if greeting["rank"] != self._rank:
                 raise ValueError("another rank is meant")
             with self._news:
-                # Those of attempts before it are of no use any more.
+                # Connections of earlier attempts are no longer needed.
                 for old in [each for each in self._found if each[0] < key]:
                     self._found.pop(old).close()
-                self._found[key, str(told["island"])] = link
+                self._found[key, str(greeting["island"])] = link
                 self._news.notify_all()
         # A stranger, or one that has gone again: whatever it sent is no reason to stop listening.
         except Exception:
@@ -139,8 +139,8 @@ class Links:
     `sent_bytes` counts what was sent. A wait for one message takes at most `patience_s`.
     """
 
-    def __init__(self, post: Post, seal: Seal, rank: int, patience_s: float) -> None:
-        self._post, self._seal, self._rank, self._patience_s = post, seal, rank, patience_s
+    def __init__(self, listener: Listener, seal: Seal, rank: int, patience_s: float) -> None:
+        self._listener, self._seal, self._rank, self._patience_s = listener, seal, rank, patience_s
         self._links: dict[str, socket.socket] = {}
         self._senders: list[threading.Thread] = []
         self._failures: dict[str, str] = {}
@@ -157,7 +157,7 @@ class Links:
             except (OSError, ValueError) as error:
                 missing[island] = str(error)
         later = [(key, island) for island in addresses if island > own]
-        self._links |= self._post.fetch(later, until_s, lambda: self._is_closed)
+        self._links |= self._listener.fetch(later, until_s, lambda: self._is_closed)
         missing |= {island: "it did not connect" for _, island in later if island not in self._links}
         for link in self._links.values():
             link.settimeout(self._patience_s)
@@ -169,12 +169,12 @@ class Links:
         host, _, port = address.partition("|")
         link = socket.create_connection((host, int(port)), timeout=self._patience_s)
         nonce = _line(link).decode(errors="replace")
-        told = {"exchange": key.exchange, "attempt": key.attempt, "island": own, "rank": self._rank}
-        link.sendall(f"{self._seal.close(f'link/{nonce}', json.dumps(told))}\n".encode())
+        greeting = {"exchange": key.exchange, "attempt": key.attempt, "island": own, "rank": self._rank}
+        link.sendall(f"{self._seal.close(f'link/{nonce}', json.dumps(greeting))}\n".encode())
         return link
 
     def send(self, island: str, values: Tensor) -> None:
-        """Begin to send CPU `values`, which stay as they are until `sent`."""
+        """Begin to send CPU `values`, which must not change before `sent` returns."""
         data = _bytes(values.contiguous())
         self.sent_bytes += len(data)
         sender = threading.Thread(target=self._send, args=(island, data), name="roster sender", daemon=True)

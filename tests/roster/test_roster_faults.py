@@ -66,6 +66,8 @@ def test_survivors_of_a_fault_lose_no_step_and_wait_no_longer_than_patience(
     fault = Fault(kind=kind, window=window, in_exchange=in_exchange, seconds=seconds)
     found, _ = run_all(log, TERMS, {"a": (), "b": (fault,), "c": ()}, {}, 3, 0.1)
     again = check(log, found, {"a", "c"})
+    error = found["b"].error  # of the fault alone
+    assert error is None or (kind == "kill" and "KilledError" in repr(error)), error
     lost = {name for name, _, _ in again.lost}
     assert lost == ({"b"} if kind in ("kill", "freeze") else set())
     for name in "ac":

@@ -16,7 +16,7 @@ from terrace.base.errors import ConfigError
 from terrace.launch.seal import Seal
 from terrace.roster.decisions import Report
 from terrace.roster.entries import Attempt, Terms
-from terrace.roster.links import Links, Post, own_address
+from terrace.roster.links import Links, Listener, own_address
 from terrace.roster.place import _MOST_STRANGERS, Place
 from terrace.roster.talk import Talk
 
@@ -87,17 +87,17 @@ def test_a_machine_without_a_name_is_refused_in_one_line() -> None:
 
 
 def test_a_connection_between_islands_needs_the_secret_and_the_rank() -> None:
-    post, key = Post(OWN, 0, "127.0.0.1"), Attempt(0, 0)
+    listener, key = Listener(OWN, 0, "127.0.0.1"), Attempt(0, 0)
     try:
         for seal, rank in ((OTHER, 0), (OWN, 1)):
-            link = Links(post, seal, rank, 1.0)._dial(key, "b", post.address)
+            link = Links(listener, seal, rank, 1.0)._dial(key, "b", listener.address)
             link.settimeout(5)
             assert not link.recv(1)  # the listener has closed it
-        assert not post.fetch([(key, "b")], time.monotonic() + 0.2, lambda: False)
-        Links(post, OWN, 0, 1.0)._dial(key, "b", post.address)
-        assert [*post.fetch([(key, "b")], time.monotonic() + 5, lambda: False)] == ["b"]
+        assert not listener.fetch([(key, "b")], time.monotonic() + 0.2, lambda: False)
+        Links(listener, OWN, 0, 1.0)._dial(key, "b", listener.address)
+        assert [*listener.fetch([(key, "b")], time.monotonic() + 5, lambda: False)] == ["b"]
     finally:
-        post.close()
+        listener.close()
 
 
 def test_connections_without_the_secret_keep_nobody_out(place: Place) -> None:

@@ -158,10 +158,10 @@ def _hit(island: Island, fault: Fault, state: _Faulty) -> Callable[[], None]:
 
 def _die(island: Island) -> None:
     # From within the thread of an exchange: connections end, and nobody reports any more.
-    for member in island._members:
-        member._closed.set()
-        member._exchanged = _silent  # type: ignore[method-assign, assignment]
-        member._drop()
+    for reporter in island._reporters:
+        reporter._closed.set()
+        reporter._exchanged = _silent  # type: ignore[method-assign, assignment]
+        reporter._drop()
     for making in island._makings:
         making.links.close()
     raise KilledError
@@ -175,8 +175,8 @@ def _suffer(island: Island, fault: Fault) -> None:
     if fault.kind == "kill":
         raise KilledError
     if fault.kind == "freeze":
-        for member in island._members:
-            with member._talking:  # no report leaves
+        for reporter in island._reporters:
+            with reporter._talking:  # no report leaves
                 time.sleep(fault.seconds)
     if fault.kind == "slow":
         time.sleep(fault.seconds)

@@ -1,6 +1,6 @@
-"""An island's connection to the meeting place: it reports in the background, and asks when there is something to do.
+"""An island's connection to the meeting place: it reports in the background, and asks what to do between windows.
 
-The meeting place may be away for a while: reports fail, steps go on. Only who asks waits for it.
+While the meeting place does not answer, reports fail and steps go on; only `ask` and `begin` wait for it.
 """
 
 import socket
@@ -24,8 +24,8 @@ _AGAIN_S = 0.2  # between two tries to connect
 _QUIET_S = 5.0
 
 
-class Member:
-    """One island's side of the talk; its first rank has one. `side` is what the island holds.
+class Reporter:
+    """The reports of an island, on its first rank. `side` is the state of the island.
 
     `lost_s` is how long it waits for a meeting place that does not answer. `say` gets a line when it waits.
     """
@@ -58,7 +58,7 @@ class Member:
         begin_s = time.monotonic()
         while True:
             answer = self._asked(self._lost_s)
-            # A process before this one may have died a moment ago.
+            # The roster may still have an earlier process of this name, which has just died.
             if not answer.refused or time.monotonic() - begin_s > self._terms.patience_s + 1:
                 break
             time.sleep(_AGAIN_S)
@@ -82,14 +82,14 @@ class Member:
             self._asked(limit_s)
 
     def ready(self, tokens: int, *, has_window: bool, leaves: bool) -> None:
-        """The island meets the others, with a window on which it has trained `tokens`, if it has one."""
+        """The island is ready to exchange; its window, if it has one, is trained on `tokens` tokens."""
         with self._talking:
             self._tokens, self._leaves = tokens, leaves
             if has_window:
                 self.side = self.side.trained()
 
     def ended(self, key: Attempt, blames: tuple[str, ...], *, is_held: bool) -> None:
-        """An attempt has come to its end: its sums are held, or `blames` were not reached."""
+        """An attempt has ended: this island holds its sums, or did not reach the islands `blames`."""
         with self._talking:
             self.side = self.side.held(key) if is_held else self.side.fails(key, blames)
 
@@ -157,6 +157,6 @@ class Member:
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_S):
-            # Whoever asks next hears what is wrong.
+            # The next `ask` raises the error.
             with suppress(OSError, ConfigError, ValueError):
                 self._exchanged()
