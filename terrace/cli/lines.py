@@ -167,7 +167,7 @@ class Train(RunLine):
         "auto: resume --folder if it has a checkpoint, else start there (default: auto with --folder when torchrun or "
         "Slurm restarts the command, else a new run)",
     )
-    meet: str | None = option("HOST:PORT", "train as one island of the roster that terrace meet holds there")
+    meet: str | None = option("HOST:PORT", "train as one island of the roster whose terrace meet listens there")
     island: str | None = option("NAME", "name of this island, unlike all others (default: host and process)")
     verbose: bool = flag(
         "begin with the tables of the plan, its memory and its messages, and with the figures behind the predicted "
@@ -179,12 +179,12 @@ class Meet(Line):
     run = "terrace.cli.meet:run"
     takes_keys = False
     description = (
-        "Hold the meeting place of islands, each a run of terrace train --meet: decide who exchanges with whom, and "
+        "Run the meeting place of islands, each a run of terrace train --meet: decide who exchanges with whom, and "
         "keep every decision in a log. It may be killed and started again with the same log."
     )
     place: str = word("[HOST:]PORT", "where to listen; without a host, on all interfaces")
     islands: int = option("N", "islands with which the run begins; others may come later (default: 1)", 1)
-    log: Path = option("FILE", "log of decisions, made or gone on with (default: roster.jsonl)", Path("roster.jsonl"))
+    log: Path = option("FILE", "log of decisions; resumed if it exists (default: roster.jsonl)", Path("roster.jsonl"))
 
 
 class Report(Line):

@@ -28,7 +28,7 @@ HELP = {
     "rent": "price the training of a model on machines that can be rented",
     "simulate": "play a step without running it: where its time goes, its memory, its program",
     "train": "train a model",
-    "meet": "hold the meeting place of islands that come and go",
+    "meet": "run the meeting place of islands that come and go",
     "report": "write runs as one HTML page, or serve it while they grow",
     "replay": "repeat a step of a run, block by block",
     "generate": "continue a text with a trained model",

@@ -14,7 +14,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     host, port = address_of(options.place, is_own=True)
     if options.islands < 1:
         raise ConfigError(f"--islands {options.islands}: the run begins with so many islands; use 1 or more")
-    from terrace.launch.start import secret  # torch, which only what is right has to wait for
+    from terrace.launch.start import secret  # imports torch, so not before the options are checked
     from terrace.roster.place import Place
 
     with sigterm_raises():

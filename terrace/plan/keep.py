@@ -35,7 +35,7 @@ class Keep:
     grads: Medium = "device"  # accumulated gradients
     params: Medium = "device"  # the working copy of the parameters
     activations: Medium = "device"  # inputs of blocks, from their forward to their backward (terrace.plan.boundaries)
-    update: Side = "device"  # whose cores update: the host's need gradients and optimizer states in its memory
+    update: Side = "device"  # where UPDATE runs: on the device or on the host's cores
     order: Order = "forward"  # of updates: behind CLIP, or each in the backward behind the SYNC of its block
     blocks: tuple[str, ...] = ()  # the blocks whose inputs leave, as in `Plan.recompute`; empty: all layers
     piece: int = 1 << 20  # elements of a flat buffer that are read or written at a time
@@ -63,7 +63,7 @@ class Keep:
 
     @cached_property
     def updates_on_host(self) -> bool:
-        """Whether the host's cores update, on a lane of their own."""
+        """Whether UPDATE runs on the host's cores, on a lane of their own."""
         return self.update == HOST
 
     @cached_property

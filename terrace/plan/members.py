@@ -120,7 +120,7 @@ def boundary_links(cluster: Cluster, plan: Plan) -> list[tuple[float, float]]:
 
 
 def check_order(cluster: Cluster, plan: Plan) -> None:
-    """Raise `PlanError` for an `order` that is no permutation of members, or that no pipeline across them goes by."""
+    """Raise `PlanError` for an `order` that is no permutation of members, or has no pipeline across them."""
     if not plan.order:
         return
     tier, here = cluster.tiers[-1], f"order = {list(plan.order)}"
@@ -184,7 +184,7 @@ def check_new_shares(cluster: Cluster, plan: Plan, layout: Layout, key: str) -> 
     for state, is_below in (("grads", plan.keep.grads_below), ("activations", plan.keep.activations_below)):
         if is_below:
             raise PlanError(
-                f"{key}: keep.{state} = {getattr(plan.keep, state)!r} has the room that the first shares need: leave "
+                f"{key}: keep.{state} = {getattr(plan.keep, state)!r} reserves its memory for the first shares: leave "
                 "one of them out"
             )
 

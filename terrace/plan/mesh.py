@@ -43,7 +43,7 @@ class Mesh:
     of data, tensor, context and pipeline on the innermost tier, then by its columns and Ulysses ranks. `apart` is the
     second factoring of the same ranks, for expert stacks; None: stacks are sharded like other parameters. `tables` is
     the factoring for tables whose rows are spread; None: tables are sharded like other parameters. `order` is
-    `Plan.order`; only ranks of whole stages are found by it.
+    `Plan.order`; it moves whole stages between members.
     """
 
     degrees: tuple[tuple[int, ...], ...]

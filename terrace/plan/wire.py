@@ -201,7 +201,7 @@ COUNT_FORMAT = WireFormat("int64", "int64", 64, 63)  # for exact counts; plans c
 
 
 def by_boundary(text: str) -> tuple[str, ...]:
-    """The formats of each boundary between members, of one that applies to all a single one, as it is written."""
+    """The format of each boundary between members, as written; a single one that applies to all boundaries is alone."""
     return tuple(part.strip() for part in text.split(BETWEEN)) if BETWEEN in text else (text,)
 
 

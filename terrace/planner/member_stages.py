@@ -80,13 +80,13 @@ def _ordered(task: Task, plan: Plan) -> Prediction:
 
 
 def _played(task: Task, plan: Plan, order: tuple[int, ...]) -> Prediction:
-    # The members' own order is the plan's without a word.
+    # A plan without `order` has the members in their own order.
     own = () if order == tuple(range(len(order))) else order
     return predict_step(step_of(task, replace(plan, order=own)))
 
 
 def _distinct(cluster: Cluster, orders: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Orders in which other kinds of members follow each other: those of one table are alike."""
+    """Orders that differ in the kinds of their members: members of one table are alike."""
     tables = [number for number, each in enumerate(cluster.tiers[-1].members) for _ in range(each.count)]
     seen = set[tuple[int, ...]]()
     for order in orders:

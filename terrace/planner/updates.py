@@ -1,4 +1,4 @@
-"""Seconds of updates in a search, which has AdamW's states."""
+"""Seconds of updates in a search, which assumes the states of AdamW."""
 
 from terrace.plan.keep import HOST
 from terrace.plan.state_formats import element_bytes

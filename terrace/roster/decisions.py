@@ -1,24 +1,25 @@
 """What a roster decides next, from its state and from what its islands report. Pure: the time is an argument.
 
-One process decides (`terrace meet`), and every decision is in its log before anybody hears of it. So no two parts of a
-roster can decide differently, and that process may die at any moment: from its log it goes on where it was, and islands
-report everything again that it has not written down.
+One process decides (`terrace meet`), and writes every decision to its log before any island receives it. So two parts
+of a roster cannot decide differently. That process may die at any time: started again, it reads its log, and islands
+report again whatever is not in it.
 
-Reports are whole: an island says what it holds, not what has changed. A report that is lost, repeated or late does no
-harm.
+A report is the whole state of an island, not a difference from the report before. One that is lost, repeated or late
+does no harm.
 
 Rules, in the order of `next_entry`:
 
-- **Lost.** A member that was not heard for `patience_s`, or for a quarter of it since its connection has ended, is
-  lost, with what it has in hand, provided that another member that holds the parameters is heard. If all are silent,
-  it is this process that is cut off, and nobody is lost.
-- **Exchange.** It begins when all that have a window in hand have trained it; or `patience_s` after the first of the
-  newest window has, without those that are late. Members without a window take part, too: they are healed, or idle.
-- **Commit**, if all islands of an attempt hold its sums.
-- **Again.** If one of them is lost or reports a failure, there is another attempt without the lost and, if all are
-  there, without the one that most others could not reach.
-- **Deal.** After a commit the next window is dealt among the islands that took part in it. Those that missed it have a
-  window in hand still, and bring all of it to the next exchange.
+- **Lost.** A member is lost, with the window that it has in hand, if no report of it arrives for `patience_s`, or for a
+  quarter of that once its connection has ended, while another member that holds the parameters still reports. If all
+  are silent, this process is cut off, and no member is lost.
+- **Exchange.** It begins when all members with a window in hand have trained it; or `patience_s` after the first member
+  has trained the newest window, without the members that are late. Members without a window take part too: they bring
+  no change, and are healed if their version is older.
+- **Commit.** An attempt is committed when all of its islands hold its sums.
+- **Again.** If one of them is lost or reports a failure, another attempt follows without the lost islands. If none is
+  lost, it leaves out the island that most others could not reach.
+- **Deal.** After a commit the next window is dealt among the islands that took part in it. Islands that missed it still
+  have a window in hand, and bring all of it to the next exchange.
 """
 
 from collections import Counter
@@ -45,11 +46,11 @@ from terrace.roster.state import Member, Roster, after
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What an island holds. `token` is of its process, `facts` are compared with those of the first island.
+    """The state of an island. `token` identifies its process; `facts` must equal those of the first island.
 
-    `version` is that of its outer parameters (-1: none), `window` the one that it has in hand (-1: none), which it
-    `is_ready` to exchange once trained, on `tokens` tokens. `holds` is the attempt whose sums it has. `failed` is one
-    that it could not end since it did not reach the islands `blames`. An island that `leaves` goes after its exchange.
+    `version` is that of its outer parameters (-1: none), `window` the window in hand (-1: none). `is_ready`: that
+    window is trained, on `tokens` tokens. `holds` is the attempt whose sums it has. `failed` is an attempt that failed
+    here because it did not reach the islands `blames`. `leaves`: it leaves the roster after its next exchange.
     """
 
     island: str
@@ -74,9 +75,9 @@ class Report:
 class Reply:
     """What an island is to do. `refused` says why it cannot take part.
 
-    `is_out`: the roster has lost it, so what it has in hand does not count, and it may join again. It is to hold
-    `version`, by applying the attempt `commit`; to train `deal`; and to make the attempt `running`, among islands at
-    `addresses`. `is_finished`: there is nothing more to do.
+    `is_out`: the roster has counted it as lost, so it drops the window in hand, and may join again. Else it comes to
+    `version` by applying the attempt `commit`, trains the window of `deal`, and makes the attempt `running` with the
+    islands at `addresses`. `is_finished`: the run is over.
     """
 
     refused: str = ""
@@ -91,8 +92,11 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """The newest report of an island, when it came, and since when it is ready. `is_cut`: its connection has ended."""
+class Contact:
+    """The newest report of an island, its arrival `at_s`, and the time `ready_s` since which it is ready to exchange.
+
+    `is_cut`: its connection has ended.
+    """
 
     at_s: float
     report: Report | None = None
@@ -100,26 +104,26 @@ class Heard:
     is_cut: bool = False
 
 
-Ears = Mapping[str, Heard]  # by island
-_FASTER = 4  # a process whose connection has ended is most likely dead: a guess
+Contacts = Mapping[str, Contact]  # by island
+_FASTER = 4  # divides the patience once a connection has ended, since its process is most likely dead: a guess
 
 
-def hear(ears: Ears, report: Report, now_s: float) -> dict[str, Heard]:
-    """`ears` with one more report."""
-    newest_s = max((each.at_s for each in ears.values()), default=now_s)
+def with_report(contacts: Contacts, report: Report, now_s: float) -> dict[str, Contact]:
+    """`contacts` with one more report."""
+    newest_s = max((each.at_s for each in contacts.values()), default=now_s)
     if now_s - newest_s > report.terms.patience_s / 2:
-        # Nobody was heard: this process stood still or was cut off, and all may be there.
-        ears = {name: replace(each, at_s=now_s) for name, each in ears.items()}
-    before = ears.get(report.island)
+        # No island was heard: this process was suspended or cut off, and all of them may still run.
+        contacts = {name: replace(each, at_s=now_s) for name, each in contacts.items()}
+    before = contacts.get(report.island)
     since = inf
     if report.is_ready:
         same = before is not None and before.report is not None and before.report.window == report.window
         since = min(now_s, before.ready_s) if same and before is not None else now_s
-    return {**ears, report.island: Heard(now_s, report, since)}
+    return {**contacts, report.island: Contact(now_s, report, since)}
 
 
-def arrival(roster: Roster, ears: Ears, report: Report, now_s: float) -> tuple[tuple[Entry, ...], Reply | None]:
-    """How a report of a process that is no member is taken: entries that make it one, or the reply that it gets."""
+def arrival(roster: Roster, contacts: Contacts, report: Report, now_s: float) -> tuple[tuple[Entry, ...], Reply | None]:
+    """Admit the process of a report, if it is no member yet. Returns the entries that do so, or a refusing reply."""
     if roster.terms is not None:
         if wrong := differing(roster, report):
             return (), Reply(refused=wrong)
@@ -134,13 +138,13 @@ def arrival(roster: Roster, ears: Ears, report: Report, now_s: float) -> tuple[t
     if report.window >= 0 or report.version > 0 or report.leaves:
         return (), Reply(is_out=True)
     if member is not None:
-        # The process before it may have died this moment. It is lost by the rule for all, and this one asks again.
-        if not _is_heard(ears, member, now_s, roster) and not _can_go(roster, ears, member, now_s):
+        # The earlier process of that name may just have died. It is lost by the rule for all, and this one asks again.
+        if not _is_heard(contacts, member, now_s, roster) and not _can_go(roster, contacts, member, now_s):
             return (), Reply(
-                refused=f"island {report.island!r} was lost, and no island that is heard has the parameters: begin "
-                "another roster (terrace meet with another --log) from a checkpoint (--train.weights)"
+                refused=f"island {report.island!r} was lost, and no island that still reports has the parameters: "
+                "begin another roster (terrace meet with another --log) from a checkpoint (--train.weights)"
             )
-        if _is_heard(ears, member, now_s, roster):
+        if _is_heard(contacts, member, now_s, roster):
             return (), Reply(
                 refused=f"island {report.island!r} is in the roster already: give every island a name of its own "
                 "(--elastic.island)"
@@ -154,7 +158,7 @@ def arrival(roster: Roster, ears: Ears, report: Report, now_s: float) -> tuple[t
 
 
 def differing(roster: Roster, report: Report) -> str:
-    """Why an island cannot be of this run: a fact that differs from the first island's; "" if it can."""
+    """Why an island cannot join this run: its terms or a fact differ from the first island's; "" if it can."""
     if report.terms != roster.terms:
         return f"island {report.island!r} has other terms, {report.terms}, than the roster, {roster.terms}: {_SAME}"
     known = dict(roster.facts)
@@ -164,16 +168,16 @@ def differing(roster: Roster, report: Report) -> str:
     return ""
 
 
-_SAME = "start it with the command of the others, or another roster (terrace meet)"
+_SAME = "start it with the command of the others, or start another roster for it (terrace meet)"
 
 
 def reply(roster: Roster, report: Report) -> Reply:
-    """What a member is to do."""
+    """The reply to a report of a member."""
     member = roster.member(report.island)
     if member is None or member.token != report.token:
         return Reply(is_out=True)
     running = roster.running
-    # An attempt may be of a process of that name before this one.
+    # The attempt may name an earlier process of this island.
     if running is not None and (member.name not in running.islands or not _same(member, running.islands[member.name])):
         running = None
     names = () if running is None else tuple(running.islands)
@@ -188,43 +192,43 @@ def reply(roster: Roster, report: Report) -> Reply:
     )
 
 
-def settled(roster: Roster, ears: Ears, now_s: float, wait_for: int) -> tuple[Roster, tuple[Entry, ...]]:
-    """The state after all decisions that can be taken now, and these."""
+def settled(roster: Roster, contacts: Contacts, now_s: float, wait_for: int) -> tuple[Roster, tuple[Entry, ...]]:
+    """Take all decisions that are due. Returns the state after them, and their entries."""
     entries: list[Entry] = []
-    while (entry := next_entry(roster, ears, now_s, wait_for)) is not None:
+    while (entry := next_entry(roster, contacts, now_s, wait_for)) is not None:
         roster = after(roster, entry)
         entries.append(entry)
     return roster, tuple(entries)
 
 
-def next_entry(roster: Roster, ears: Ears, now_s: float, wait_for: int) -> Entry | None:
+def next_entry(roster: Roster, contacts: Contacts, now_s: float, wait_for: int) -> Entry | None:
     """The next decision, or None if nothing can be decided now. A run begins with `wait_for` islands."""
     if roster.terms is None or roster.is_finished:
         return None
     for member in roster.members:
-        if (why := _why_gone(roster, ears, member, now_s)) and _can_go(roster, ears, member, now_s):
+        if (why := _why_gone(roster, contacts, member, now_s)) and _can_go(roster, contacts, member, now_s):
             return _gone(roster, member, why)
     if not roster.window:
-        ready = [each.name for each in roster.members if each.version == 0 and _is_heard(ears, each, now_s, roster)]
+        ready = [each.name for each in roster.members if each.version == 0 and _is_heard(contacts, each, now_s, roster)]
         return _deal(roster, ready) if len(ready) >= wait_for else None
     if roster.running is not None:
-        return _of_running(roster, roster.running, ears, now_s)
+        return _of_running(roster, roster.running, contacts, now_s)
     if roster.owes:
-        able = [each.name for each in roster.members if each.name in roster.last and not _leaves(ears, each)]
+        able = [each.name for each in roster.members if each.name in roster.last and not _leaves(contacts, each)]
         if able and roster.num_open_windows:
             return _deal(roster, able)
     if not roster.num_open_windows and all(each.deal is None for each in roster.members):
         return Finished(version=roster.version)
-    return _begun(roster, ears, now_s)
+    return _begun(roster, contacts, now_s)
 
 
-def _report(ears: Ears, member: Member) -> Report | None:
-    heard = ears.get(member.name)
+def _report(contacts: Contacts, member: Member) -> Report | None:
+    heard = contacts.get(member.name)
     return heard.report if heard is not None and heard.report and heard.report.token == member.token else None
 
 
-def _is_heard(ears: Ears, member: Member, now_s: float, roster: Roster) -> bool:
-    heard, terms = ears.get(member.name), roster.terms
+def _is_heard(contacts: Contacts, member: Member, now_s: float, roster: Roster) -> bool:
+    heard, terms = contacts.get(member.name), roster.terms
     assert terms is not None
     if heard is None:
         return False
@@ -232,28 +236,31 @@ def _is_heard(ears: Ears, member: Member, now_s: float, roster: Roster) -> bool:
     return now_s - heard.at_s <= terms.patience_s / (_FASTER if heard.is_cut else 1)
 
 
-def _leaves(ears: Ears, member: Member) -> bool:
-    report = _report(ears, member)
+def _leaves(contacts: Contacts, member: Member) -> bool:
+    report = _report(contacts, member)
     return report is not None and report.leaves
 
 
-def _why_gone(roster: Roster, ears: Ears, member: Member, now_s: float) -> str:
-    if not _is_heard(ears, member, now_s, roster):
-        is_cut = member.name in ears and ears[member.name].is_cut
-        return "its connection has ended" if is_cut else "it was not heard"
+_SILENT = "it sent no report in time"
+
+
+def _why_gone(roster: Roster, contacts: Contacts, member: Member, now_s: float) -> str:
+    if not _is_heard(contacts, member, now_s, roster):
+        is_cut = member.name in contacts and contacts[member.name].is_cut
+        return "its connection has ended" if is_cut else _SILENT
     in_it = roster.running is not None and member.name in roster.running.islands
-    report = _report(ears, member)
-    # Not before it has applied the exchange that it leaves after.
+    report = _report(contacts, member)
+    # It leaves only once it has applied its last exchange.
     is_done = report is not None and report.leaves and report.version == member.version and member.deal is None
-    return "it leaves" if is_done and not in_it else ""
+    return "it was asked to stop" if is_done and not in_it else ""
 
 
-def _can_go(roster: Roster, ears: Ears, member: Member, now_s: float) -> bool:
-    """Whether nothing is lost with it that nobody else has: another member that is heard holds the parameters."""
-    if member.version < 0 or not roster.window:  # nothing that counts before the first deal
+def _can_go(roster: Roster, contacts: Contacts, member: Member, now_s: float) -> bool:
+    """Whether the roster can go on without a member: another one that still reports holds the parameters."""
+    if member.version < 0 or not roster.window:  # before the first deal there are only initial values
         return True
     others = (each for each in roster.members if each.name != member.name and each.version >= 0)
-    return any(_is_heard(ears, each, now_s, roster) for each in others)
+    return any(_is_heard(contacts, each, now_s, roster) for each in others)
 
 
 def _gone(roster: Roster, member: Member, why: str) -> Gone:
@@ -280,39 +287,41 @@ def _deal(roster: Roster, names: list[str]) -> Dealt:
     )
 
 
-def _is_ready(ears: Ears, member: Member) -> bool:
-    report = _report(ears, member)
+def _is_ready(contacts: Contacts, member: Member) -> bool:
+    report = _report(contacts, member)
     return member.deal is None or (report is not None and report.is_ready and report.window == member.window)
 
 
-def _begun(roster: Roster, ears: Ears, now_s: float) -> Attempted | None:
-    """The first attempt at the next exchange, if it is time."""
+def _begun(roster: Roster, contacts: Contacts, now_s: float) -> Attempted | None:
+    """The first attempt at the next exchange, if it is due."""
     terms = roster.terms
     assert terms is not None
     busy = [each for each in roster.members if each.deal is not None]
     newest = max((each.window for each in busy), default=-1)
-    late = [each for each in busy if not _is_ready(ears, each)]
+    late = [each for each in busy if not _is_ready(contacts, each)]
     if late:
         since = [
-            ears[each.name].ready_s for each in busy if each.window == newest and each not in late and each.name in ears
+            contacts[each.name].ready_s
+            for each in busy
+            if each.window == newest and each not in late and each.name in contacts
         ]
         if now_s - min(since, default=inf) < terms.patience_s:
             return None
-    return _attempt(roster, ears, now_s, dict.fromkeys((each.name for each in late), "it was late"))
+    return _attempt(roster, contacts, now_s, dict.fromkeys((each.name for each in late), "it was late"))
 
 
-def _attempt(roster: Roster, ears: Ears, now_s: float, missed: dict[str, str]) -> Attempted | None:
-    """An attempt among all members but `missed`; None if none of them that is heard holds the newest version, or if
-    they bring nothing while others still train.
+def _attempt(roster: Roster, contacts: Contacts, now_s: float, missed: dict[str, str]) -> Attempted | None:
+    """An attempt among all members that report, but `missed`. None if none of these holds the newest version, or if
+    they have nothing to exchange while others still train.
     """
-    silent = [each.name for each in roster.members if not _is_heard(ears, each, now_s, roster)]
-    missed = dict.fromkeys(silent, "it was not heard") | missed
+    silent = [each.name for each in roster.members if not _is_heard(contacts, each, now_s, roster)]
+    missed = dict.fromkeys(silent, _SILENT) | missed
     members = [each for each in roster.members if each.name not in missed]
     if not any(each.version == roster.version >= 0 for each in members) or not _has_purpose(roster, members):
         return None
     islands = {}
     for each in members:
-        report = _report(ears, each)
+        report = _report(contacts, each)
         tokens = report.tokens if report is not None and each.deal is not None else 0
         islands[each.name] = Brought(token=each.token, version=each.version, window=each.window, tokens=tokens)
     return Attempted(
@@ -325,20 +334,20 @@ def _has_purpose(roster: Roster, members: list[Member]) -> bool:
     return brings or all(each.deal is None for each in roster.members)
 
 
-def _of_running(roster: Roster, running: Attempted, ears: Ears, now_s: float) -> Entry | None:
+def _of_running(roster: Roster, running: Attempted, contacts: Contacts, now_s: float) -> Entry | None:
     members = {each.name: each for each in roster.members}
     stay = [name for name, brought in running.islands.items() if name in members and _same(members[name], brought)]
-    reports = {name: _report(ears, members[name]) for name in stay}
+    reports = {name: _report(contacts, members[name]) for name in stay}
     if len(stay) == len(running.islands):
         if all(report is not None and report.holds == running.key for report in reports.values()):
             return Committed(exchange=running.exchange, attempt=running.attempt)
         if not any(report is not None and report.failed == running.key for report in reports.values()):
             return None
-    late = {each.name: "it was late" for each in roster.members if not _is_ready(ears, each)}
+    late = {each.name: "it was late" for each in roster.members if not _is_ready(contacts, each)}
     unreached = _unreached(roster, running, reports, set(stay)) if len(stay) == len(running.islands) else ""
     if unreached:
         late |= {unreached: "others did not reach it"}
-    return _attempt(roster, ears, now_s, late)
+    return _attempt(roster, contacts, now_s, late)
 
 
 def _same(member: Member, brought: Brought) -> bool:
@@ -351,7 +360,7 @@ def _unreached(roster: Roster, running: Attempted, reports: Mapping[str, Report 
     for own, report in reports.items():
         if report is not None and report.failed == running.key:
             there = set(report.blames) & stay
-            # Who reaches none of several others is cut off itself.
+            # An island that reaches none of several others is cut off itself.
             blamed.update([own] if len(there) == len(stay) - 1 > 1 else there)
     for name, _ in sorted(blamed.items(), key=lambda each: (-each[1], running.islands[each[0]].version, each[0])):
         others = [each for each in roster.members if each.name in stay and each.name != name]
@@ -360,14 +369,14 @@ def _unreached(roster: Roster, running: Attempted, reports: Mapping[str, Report 
     return ""
 
 
-def restarted(roster: Roster, now_s: float) -> dict[str, Heard]:
-    """What a process knows of its islands that has just read its log: all were there a moment ago."""
-    return {each.name: Heard(now_s) for each in roster.members}
+def restarted(roster: Roster, now_s: float) -> dict[str, Contact]:
+    """The contacts of a process that has just read its log: every member counts as heard now."""
+    return {each.name: Contact(now_s) for each in roster.members}
 
 
-def cut(ears: Ears, island: str, token: str) -> dict[str, Heard]:
-    """`ears` after the connection of an island's process has ended."""
-    heard = ears.get(island)
+def cut(contacts: Contacts, island: str, token: str) -> dict[str, Contact]:
+    """`contacts` after the connection of an island's process has ended."""
+    heard = contacts.get(island)
     if heard is None or heard.report is None or heard.report.token != token:
-        return dict(ears)
-    return {**ears, island: replace(heard, is_cut=True)}
+        return dict(contacts)
+    return {**contacts, island: replace(heard, is_cut=True)}

@@ -5,8 +5,8 @@ the log again knows everything that it has ever promised. A line counts once it 
 
 Words: a *window* is `every` steps, numbered from 0. An *exchange* is numbered from 0 as well, and its result is the
 *version* of the outer parameters with the number one higher; version 0 are the initial values. A *share* is how many of
-a step's rounds an island trains: a round is one micro-batch on each of its data ranks. What an island has trained, or
-trains, and what no exchange has taken yet, is *in hand*.
+a step's rounds an island trains: a round is one micro-batch on each of its data ranks. A window is *in hand* from the
+time it is dealt to an island until an exchange has taken the island's change.
 """
 
 import json
@@ -30,10 +30,10 @@ NO_ATTEMPT = Attempt(-1, -1)
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """What the run asks of its roster, equal on all islands.
+    """Settings of the run that its roster needs, equal on all islands.
 
-    `every` are the steps of a window, `steps` those of the run, `rounds` those of a step, which are dealt among
-    islands. `patience_s` is how long anybody waits for anybody.
+    `every` is the number of steps in a window, `steps` that in the run, and `rounds` the number of rounds in a step,
+    which are dealt among islands. `patience_s` is how long any process waits for one of another island.
     """
 
     every: int
@@ -52,7 +52,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True)
 class Opened:
-    """The first island has come: the terms of the run, and the facts that every island must share, by name."""
+    """The first island has joined: the terms of the run, and the facts, by name, that must be equal on every island."""
 
     terms: Terms
     facts: dict[str, str]
@@ -63,14 +63,14 @@ class Joined:
     """A process takes part as an island. `version` is 0 if it holds the initial values, and -1 if it must be healed."""
 
     island: str
-    token: str  # of this process
+    token: str  # identifies this process
     addresses: tuple[str, ...]  # of its ranks
     version: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dealt:
-    """A window was dealt among the islands of roster `number`: the share of each; none are left out."""
+    """A window was dealt among the islands of roster `number`. `shares` leaves out islands with a share of 0."""
 
     number: int
     window: int
@@ -84,7 +84,7 @@ class Dealt:
 
 @dataclass(frozen=True, kw_only=True)
 class Brought:
-    """What an island brings to an exchange: the version that it has, the window of its change, the tokens in that."""
+    """What an island brings to an exchange: its version, the window of its change, and the tokens of that window."""
 
     token: str
     version: int  # below the attempt's: it is healed
@@ -130,7 +130,7 @@ class Committed:
 class Gone:
     """An island left the roster, or was lost, with what it had in hand: its share of the steps from `first` to `last`.
 
-    `first` is -1 if that was nothing.
+    `first` is -1 if it had nothing in hand.
     """
 
     island: str

@@ -81,7 +81,7 @@ class RosterState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that stay."""
+        """Bytes of anchor, momentum and message."""
         return self._kept.nbytes + self._message.nbytes
 
     @property
@@ -132,7 +132,7 @@ class RosterState:
                 links.send(name, message[parts[name]])
         total = torch.zeros_like(message[parts[own]])
         there = torch.empty_like(total)
-        # In the order of names, whoever adds: so the bits depend on no arrival.
+        # In the order of names on every island, so that the bits do not depend on the order of arrival.
         for name in names:
             if name != own:
                 links.receive(name, there)

@@ -1,7 +1,7 @@
 """The meeting place of a roster: one process with a port and a log (`terrace meet`).
 
-It takes reports of islands, decides (terrace.roster.decisions) and answers. Every decision is on the disk before
-anybody hears of it, so it may be killed and started again with the same log. It holds no parameters.
+It receives reports of islands, decides (terrace.roster.decisions) and replies. Every decision is on the disk before an
+island receives it, so this process may be killed and started again with the same log. It holds no parameters.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ from pathlib import Path
 from terrace.base.errors import ConfigError, TerraceError
 from terrace.base.schema import load
 from terrace.launch.seal import Seal
-from terrace.roster.decisions import Heard, Reply, Report, arrival, cut, hear, reply, restarted, settled
+from terrace.roster.decisions import Contact, Reply, Report, arrival, cut, reply, restarted, settled, with_report
 from terrace.roster.entries import Attempted, Dealt, Entry, Finished, Gone, Joined, entry_of, line_of
 from terrace.roster.state import Roster, after
 from terrace.roster.talk import Talk
@@ -27,7 +27,7 @@ _BACKLOG = 256
 _SILENT_S = 600.0  # a connection without a line is closed
 _PROVE_S = 10.0  # until its first line, since islands report as soon as they are connected
 _MOST_STRANGERS = 64  # connections without a sealed line yet, each of which may hold one line in memory
-_TOLD_S = 5.0  # for islands to ask once more after the end
+_ENDING_S = 5.0  # in which islands ask once more after the end
 
 
 class Log:
@@ -47,13 +47,13 @@ class Log:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
-            raise ConfigError(f"{path} is of a meeting place that runs: end that one, or name another --log") from error
+            raise ConfigError(f"{path} is in use by another meeting place: stop it, or name another --log") from error
         self.entries = self._read()
 
     def _read(self) -> list[Entry]:
         self._file.seek(0)
         whole = self._file.read()
-        # A process that was killed may have left the beginning of a line, which nobody has heard of.
+        # A process that was killed may have left the beginning of a line, which no island has received.
         kept, _, rest = whole.rpartition(b"\n")
         if rest:
             self._file.truncate(len(whole) - len(rest))
@@ -93,7 +93,7 @@ class Place:
         self._roster = Roster()
         for entry in self._log.entries:
             self._roster = after(self._roster, entry)
-        self._ears: dict[str, Heard] = restarted(self._roster, time.monotonic())
+        self._contacts: dict[str, Contact] = restarted(self._roster, time.monotonic())
         self._deciding = threading.Lock()
         self._talks: set[Talk] = set()
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
@@ -103,10 +103,10 @@ class Place:
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         except (OSError, OverflowError) as error:
             self._log.close()
-            raise ConfigError(f"cannot listen at {host or '*'}, port {port}: {error}; name another") from error
+            raise ConfigError(f"cannot listen at {host or '*'}, port {port}: {error}; name another port") from error
         self.port = int(self._listener.getsockname()[1])
         if self._log.entries:
-            say(f"goes on from {log}: {len(self._log.entries)} decisions, {_members(self._roster)}")
+            say(f"resumed from {log}: {len(self._log.entries)} decisions, {_members(self._roster)}")
 
     def serve(self, is_over: Callable[[], bool] = lambda: False) -> bool:
         """Serve until the run is finished and all islands know it, or `is_over`. Returns whether it is finished."""
@@ -119,7 +119,7 @@ class Place:
                     self._settle()
                 if self._roster.is_finished:
                     ended_s = ended_s or time.monotonic()
-                    if not self._talks or time.monotonic() - ended_s > _TOLD_S:
+                    if not self._talks or time.monotonic() - ended_s > _ENDING_S:
                         return True
             return False
         finally:
@@ -163,7 +163,7 @@ class Place:
                 if self._strangers.pop(link, self) is None:
                     link.settimeout(_SILENT_S)
                 talk.send(asdict(self._answer(last)))
-        # The island has gone, or it is a stranger; a line of it is no reason to end.
+        # The island has ended, or a stranger has connected: only this connection ends.
         except (OSError, TerraceError, ValueError):
             pass
         finally:
@@ -175,21 +175,21 @@ class Place:
             # Unless this process itself closes the connection.
             if last is not None and not self._is_closed:
                 with self._deciding:
-                    self._ears = cut(self._ears, last.island, last.token)
+                    self._contacts = cut(self._contacts, last.island, last.token)
 
     def _answer(self, report: Report) -> Reply:
         with self._deciding:
             now_s = time.monotonic()
-            entries, answer = arrival(self._roster, self._ears, report, now_s)
+            entries, answer = arrival(self._roster, self._contacts, report, now_s)
             self._take(entries)
             if answer is not None:
                 return answer
-            self._ears = hear(self._ears, report, now_s)
+            self._contacts = with_report(self._contacts, report, now_s)
             self._settle()
             return reply(self._roster, report)
 
     def _settle(self) -> None:
-        _, entries = settled(self._roster, self._ears, time.monotonic(), self._wait_for)
+        _, entries = settled(self._roster, self._contacts, time.monotonic(), self._wait_for)
         self._take(entries)
 
     def _take(self, entries: tuple[Entry, ...]) -> None:
@@ -209,10 +209,10 @@ def in_words(entry: Entry) -> str:
     """A decision as a line for users; "" for those that need none."""
     match entry:
         case Joined():
-            return f"island {entry.island} has come" + ("" if entry.version == 0 else ", and waits to be healed")
+            return f"island {entry.island} has joined" + ("" if entry.version == 0 else ", and waits to be healed")
         case Dealt():
             shares = ", ".join(f"{name} {share}" for name, share in entry.shares.items())
-            return f"roster {entry.number} has steps {entry.first + 1} to {entry.last + 1}: shares {shares}"
+            return f"roster {entry.number} trains steps {entry.first + 1} to {entry.last + 1}: shares {shares}"
         case Attempted() if entry.attempt or entry.missed:
             left_out = "".join(f"; without {name}: {why}" for name, why in entry.missed.items())
             again = f", attempt {entry.attempt + 1}" * bool(entry.attempt)
@@ -221,7 +221,7 @@ def in_words(entry: Entry) -> str:
             lost = "nothing is lost"
             if entry.first >= 0:
                 lost = f"lost: its {entry.share} rounds of each of steps {entry.first + 1} to {entry.last + 1}"
-            return f"island {entry.island} is gone, since {entry.why}; {lost}"
+            return f"island {entry.island} has left the roster: {entry.why}; {lost}"
         case Finished():
             return f"the run is finished: version {entry.version}"
         case _:

@@ -26,7 +26,7 @@ class Act(Enum):
 class Side:
     """What an island holds: its version (-1: none that counts), its window and whether that is trained, its sums.
 
-    `trying` is the newest attempt that it was told of; it holds the sums of `holds`, or has failed at `failed`.
+    `trying` is the newest attempt of a reply; it holds the sums of `holds`, or has failed at `failed`.
     """
 
     version: int = 0
@@ -54,7 +54,7 @@ class Side:
         return replace(self, failed=key, blames=blames) if self.trying and self.trying.key == key else self
 
     def follow(self, reply: Reply) -> tuple["Side", Act]:
-        """What to do after a reply to a report of this very side. A refusal is not for it."""
+        """The side and the act that follow from a reply to its report. The caller handles refusals."""
         if reply.is_out:
             return Side(version=-1), Act.BEGIN_AGAIN
         if reply.version != self.version and reply.commit == self.holds != NO_ATTEMPT:

@@ -1,6 +1,6 @@
 """A roster's state as a fold over its log. No torch, no sockets, no clock.
 
-Whatever is not in the log (what islands report, when they were heard) is in `terrace.roster.decisions`, and may be lost
+Whatever is not in the log (reports of islands, and when they arrived) is in `terrace.roster.decisions`, and may be lost
 at any time.
 """
 
@@ -40,7 +40,7 @@ class Member:
 
     @property
     def share(self) -> int:
-        """Its rounds of a step of that window."""
+        """Rounds that it trains in each step of that window."""
         return 0 if self.deal is None else self.deal.shares[self.name]
 
 
@@ -48,8 +48,8 @@ class Member:
 class Roster:
     """`members` are sorted by name. `window`, `exchange` and `attempt` are the numbers of the next ones.
 
-    `running` is the attempt that is under way. `owes` says that an exchange has happened after which no window was
-    dealt yet, to the members of `last`.
+    `running` is the attempt that is under way. `owes`: an exchange was committed, and the next window is not yet dealt
+    among its islands, `last`.
     """
 
     terms: Terms | None = None

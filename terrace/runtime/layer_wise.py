@@ -38,7 +38,7 @@ class Agreements:
         self._streams = [torch.Stream(device)] if has_streams(device) else []  # on which the host reads numbers
 
     def agree(self, now: Instruction, *, counts_tokens: bool) -> None:
-        """AGREE. Tokens are those of this rank's batches if it `counts_tokens`, which one rank does for each batch."""
+        """Run AGREE. Of the ranks that share a batch, only the one with `counts_tokens` counts its tokens."""
         self._gradients.complete(now.block)
         values = torch.stack([self._squares(now.block), self._tokens(counts_tokens)])
         messages, total = self._messages, list[Tensor]()

@@ -1,7 +1,7 @@
 """The shares of members (terrace.plan.members) of every step of a run that deals them anew (`train.follow`).
 
-What was dealt when stands in `deals.jsonl` of the run folder before the first step that it holds for. A resumed run and
-`terrace replay` deal the same in the same steps, so that their sums are over the same micro-batches.
+`deals.jsonl` of the run folder has each deal before the first step that it holds for. A resumed run and `terrace
+replay` have the same shares in the same steps, so that their sums are over the same micro-batches.
 """
 
 import json
@@ -70,13 +70,15 @@ def read_deals(folder: Path) -> tuple[Dealt, ...]:
         why = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(
             f"{path} says which shares the members of the run had, and cannot be read ({why}): put a copy back, or "
-            "delete it to begin with plan.shares, which adds the same rows in another order"
+            "delete it to begin with plan.shares, which sums the same rows in another order"
         ) from error
     return found
 
 
 def deals_to_resume(folder: Path, step: int, earlier: Mapping[str, Any], given: Shares) -> tuple[Dealt, ...]:
-    """What a run in `folder` that goes on after `step` steps deals: `given` is plan.shares, `earlier` its table before.
+    """The deals of a run in `folder` that is resumed after `step` steps, with `given` as plan.shares.
+
+    `earlier` is the configuration of the run before.
 
     Shares that the user changes hold from that step on, in place of what was dealt later. Raises as `read_deals` does,
     and `CheckpointError` for shares of another run.
@@ -90,7 +92,7 @@ def deals_to_resume(folder: Path, step: int, earlier: Mapping[str, Any], given: 
                     f"plan.shares = {list(given)}: put the run's own file back, or delete it to begin with plan.shares"
                 )
         return found
-    # Of other members, or of micro-batches of another size, nothing is left to repeat.
+    # With another number of members or micro-batches no earlier deal can be repeated.
     if not step or (len(before), sum(before)) != (len(given), sum(given)):
         return ()
     kept = tuple(each for each in found if each.step < step) or (Dealt(step=0, shares=before),)

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[\w.:-]{1,64}")
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """Where islands meet, how often they exchange, and how long anybody waits for anybody."""
+    """Where islands meet, how often they exchange, and how long one waits for another."""
 
     meet: str = ""  # HOST:PORT of terrace meet; --meet sets it
     island: str = ""  # name in the roster, unlike all others; by default host and process id; --island sets it
@@ -72,5 +72,5 @@ def address_of(text: str, *, is_own: bool = False) -> tuple[str, int]:
 
 
 def default_name(process: int) -> str:
-    """The name of an island that was given none."""
+    """The name of an island without `elastic.island`."""
     return f"{socket.gethostname()}-{process}"[:64]

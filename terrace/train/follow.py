@@ -3,9 +3,9 @@
 The speed of a member is that of its forwards and backwards: the predicted seconds of its micro-batches over the
 measured ones, the median of the last `train.slow_steps` steps. After as many steps all ranks exchange their medians. If
 speeds have changed by more than `BAND` between members, rank 0 deals the same micro-batches by the new speeds and
-predicts a step with both. Under `train.follow` they are dealt so from the first step whose batches are not made yet;
-else a line says what that would bring. All members hold the same states, so nothing moves and nobody restarts. All
-ranks wait while rank 0 predicts, so the next comparison is so far away that they take a fiftieth of the run at most.
+predicts a step with both. Under `train.follow` the new shares hold from the first step whose batches are not made yet;
+else a line says how long a step would take with them. All members hold the same states, so no state moves and no rank
+restarts. All ranks wait while rank 0 predicts, so comparisons are far enough apart to take 2 % of the run at most.
 
 Steps that a resumed run repeats have the shares that they had (terrace.train.deals): nothing is measured in them.
 """
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from terrace.train.rank import RankOfRun
 
 BAND = 0.1  # of speeds between members, by which two measurements of the same members may differ: a guess
-WORTH_IT = 0.05  # part of a step by which other shares must shorten it
-_GRID = 0.02  # ratio of two speeds that are played apart: members of one machine type are alike
-_MOST_KINDS = 16  # speeds that are played apart: of more, the grid is coarser, since each takes as long as a search
-_LOOKS = 0.02  # part of a run that its comparisons may take
+WORTH_IT = 0.05  # fraction of a step by which other shares must shorten it
+_GRID = 0.02  # step of simulated speeds, by ratio, so that members of one machine type stay alike
+_MOST_KINDS = 16  # simulated speeds: for more, the grid is made coarser, since each one takes as long as a search
+_MOST_COMPARING = 0.02  # fraction of a run that its comparisons may take
 _COMPUTING = ("forward", "backward")
 Played = dict[tuple[Cluster, int], Sequence[Mapping[str, float]]]  # seconds by stage, of members alike and their share
 
@@ -82,12 +82,12 @@ def with_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
 
 
 def steps_apart(took_s: float, step_s: float) -> int:
-    """Steps from a comparison that took `took_s` to the next, so that comparisons take `_LOOKS` of a run at most."""
-    return math.ceil(took_s / (_LOOKS * step_s))
+    """Steps from a comparison that took `took_s` to the next: comparisons take `_MOST_COMPARING` of a run at most."""
+    return math.ceil(took_s / (_MOST_COMPARING * step_s))
 
 
 def speeds_words(speeds: Sequence[float]) -> str:
-    """The slowest and the fastest of changed members."""
+    """A line on the members whose speeds fell and rose most."""
     slow, fast = min(speeds), max(speeds)
     return (
         f"member {speeds.index(slow)} computes at {slow:.2f} times the speed that shares were dealt for, member "
@@ -96,24 +96,24 @@ def speeds_words(speeds: Sequence[float]) -> str:
 
 
 class Following(Hook):
-    """Measures the speeds of members, and deals shares anew or says what that would bring.
+    """Measures the speeds of members, and deals shares anew or says how long a step would take with new ones.
 
-    Of a plan without shares, or one that cannot have others, nothing is measured.
+    It measures nothing if the plan has no shares, or cannot have others.
     """
 
     def __init__(self, rank: "RankOfRun", cluster: Cluster, first_step: int) -> None:
         self._rank, self._at_start, self._cluster = rank, cluster, cluster
         self._measured_s = deque[float](maxlen=rank.run.train.slow_steps)
         self._steps_s = deque[float](maxlen=rank.run.train.slow_steps)
-        self._looks = _may_deal(rank)
+        self._compares = _may_deal(rank)
         self._said: tuple[int, ...] = ()
         self._played = Played()
         self._known_until = first_step
-        if self._looks and rank.job.resume is not None:
+        if self._compares and rank.job.resume is not None:
             self._known_until = self._rank.engine.comm.exchange(self._last_step(rank.job.folder))[0]
 
     def begin(self) -> None:
-        # Those of a resume, of which it may have changed some; of a run that begins again nothing is left.
+        # A resume may have changed some deals of the file; a run that starts anew removes those of an earlier run.
         if self._rank.deals.dealt or (self._rank.job.folder / DEALS).exists():
             self._write()
 
@@ -123,31 +123,31 @@ class Following(Hook):
 
     def stepped(self, done: StepDone) -> None:
         rank, program = self._rank, self._rank.engine.program
-        if not self._looks or done.problem is not None:
+        if not self._compares or done.problem is not None:
             return
         micros = num_micros_of(program.cluster, program.plan, rank.engine.rank, program.num_micros)
         self._measured_s.append(computing_s(done.result.time_s) / micros)
         self._steps_s.append(time.perf_counter() - done.started_s)
-        # Islands meet where all of them exchange.
+        # Islands compare where all of them exchange.
         if len(self._measured_s) == self._measured_s.maxlen and not done.number % rank.run.plan.outer.every:
             if done.number >= self._known_until:
-                self._look(done.number)
+                self._compare(done.number)
             self._measured_s.clear()
 
-    def _look(self, number: int) -> None:
+    def _compare(self, number: int) -> None:
         rank = self._rank
         rank.dog.idle("comparing the speeds of members")
         every = rank.engine.comm.exchange(statistics.median(self._measured_s))
         begin_s = time.perf_counter()
         found = self._found(every) if rank.engine.rank == 0 else None
         apart = steps_apart(time.perf_counter() - begin_s, statistics.median(self._steps_s))
-        told, apart = rank.engine.comm.exchange((found, apart))[0]
+        found, apart = rank.engine.comm.exchange((found, apart))[0]
         self._known_until = max(self._known_until, number + apart)
-        if told is None:
+        if found is None:
             return
-        shares, now_s, dealt_s = tuple(told["shares"]), told["now_s"], told["dealt_s"]
+        shares, now_s, dealt_s = tuple(found["shares"]), found["now_s"], found["dealt_s"]
         own = list(rank.engine.program.plan.shares)
-        first, words = number + MADE_AHEAD, speeds_words(told["speeds"])
+        first, words = number + MADE_AHEAD, speeds_words(found["speeds"])
         brings = f"a step takes {in_seconds(dealt_s)}, and {in_seconds(now_s)} with {own} (predicted)"
         if not rank.run.train.follow:
             if not self._said or max(abs(new - old) for new, old in zip(shares, self._said, strict=True)) > 1:
@@ -157,14 +157,14 @@ class Following(Hook):
                     f'--plan.shares "{list(shares)}"'
                 )
         elif first < rank.run.train.steps:
-            self._cluster = with_speeds(self._cluster, told["speeds"])
+            self._cluster = with_speeds(self._cluster, found["speeds"])
             rank.deals.add(Dealt(step=first, shares=shares, predicted_s=dealt_s))
             self._write()
             self._known_until = max(self._known_until, first)
             rank.observer.note(f"{words}; with shares = {list(shares)}, from step {first + 1} on, {brings}")
 
     def _found(self, measured_s: Sequence[float]) -> dict[str, Any] | None:
-        # Imported by the rank that deals alone: a run else needs no planner.
+        # Only the rank that deals needs the planner.
         from terrace.planner.members import dealt_anew
 
         plan = self._rank.engine.program.plan
@@ -180,7 +180,7 @@ class Following(Hook):
         return {"speeds": speeds, "shares": shares, "now_s": now_s, "dealt_s": dealt_s}
 
     def _last_step(self, folder: Path) -> int:
-        # Of the steps that have shares already: those in the metrics of the earlier start, and what it has dealt.
+        # The last step with fixed shares: of the metrics of the earlier start, or of its deals.
         dealt = max((each.step for each in self._rank.deals.dealt), default=0)
         path = folder / "metrics.jsonl"
         if self._rank.engine.rank or not path.is_file():

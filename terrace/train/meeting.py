@@ -82,7 +82,7 @@ class Meeting(Alone):
         return Vote(world, StopSignal(()), interval=self._elastic.every, asks_outside=False)
 
     def join(self, first_step: int) -> int:
-        """Join the roster, and wait for the first window. Raises `ConfigError` if it refuses this island."""
+        """Join the roster, and wait for the first window. Raises `ConfigError` if the roster refuses this island."""
         assert not first_step, "islands are not resumed"
         self._rank.dog.idle("joining the roster")
         self._rank.observer.note(f"island {self._island.name} joins the roster at {self._elastic.meet}")
@@ -104,7 +104,7 @@ class Meeting(Alone):
                 yield window, feeder
             self._last = deal.last
         if self._last != steps.stop - 1:
-            save_last()  # the last window was others'
+            save_last()  # other islands trained the last window
 
     def stepped(self, done: StepDone) -> None:
         if done.problem is not None:

@@ -98,7 +98,7 @@ class RankOfRun:
         return checkpoint.step
 
     def deal(self, step: int) -> bool:
-        """Let the engine have the shares of step `step`, counted from 0. Returns whether it had others."""
+        """Give the engine the shares of step `step`, counted from 0. Returns whether it had others."""
         shares = self.deals.at(step)
         if shares == self.engine.program.plan.shares:
             return False

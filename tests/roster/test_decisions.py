@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.base.errors import ConfigError
-from terrace.roster.decisions import Heard, Reply, Report, arrival, cut, hear, reply, restarted, settled
+from terrace.roster.decisions import Contact, Reply, Report, arrival, cut, reply, restarted, settled, with_report
 from terrace.roster.entries import (
     Attempt,
     Attempted,
@@ -29,7 +29,7 @@ class Desk:
     """A meeting place without a socket: reports go in, replies come out, decisions are kept."""
 
     def __init__(self, wait_for: int = 2, terms: Terms = TERMS) -> None:
-        self.roster, self.ears, self.log = Roster(), dict[str, Heard](), list[Entry]()
+        self.roster, self.contacts, self.log = Roster(), dict[str, Contact](), list[Entry]()
         self.wait_for, self.terms = wait_for, terms
 
     def take(self, *entries: Entry) -> None:
@@ -38,15 +38,15 @@ class Desk:
             self.log.append(entry)
 
     def tick(self, now_s: float) -> None:
-        self.take(*settled(self.roster, self.ears, now_s, self.wait_for)[1])
+        self.take(*settled(self.roster, self.contacts, now_s, self.wait_for)[1])
 
     def report(self, name: str, now_s: float = 0.0, **more: object) -> Reply:
         report = replace(Report(island=name, token=f"{name}0", terms=self.terms, facts={"model": "m"}), **more)  # type: ignore[arg-type]
-        entries, answer = arrival(self.roster, self.ears, report, now_s)
+        entries, answer = arrival(self.roster, self.contacts, report, now_s)
         self.take(*entries)
         if answer is not None:
             return answer
-        self.ears = hear(self.ears, report, now_s)
+        self.contacts = with_report(self.contacts, report, now_s)
         self.tick(now_s)
         return reply(self.roster, report)
 
@@ -121,7 +121,7 @@ def test_a_lost_island_is_counted_with_its_share_and_steps_and_the_attempt_is_ma
     for now_s in (1.0, 2.0, 3.0, 4.0):
         assert desk.report("a", now_s, window=0, is_ready=True, holds=first.key).running == first
     again = desk.report("a", 4.2, window=0, is_ready=True, holds=first.key).running
-    assert desk.of(Gone) == [Gone(island="b", token="b0", why="it was not heard", share=3, first=0, last=9)]
+    assert desk.of(Gone) == [Gone(island="b", token="b0", why="it sent no report in time", share=3, first=0, last=9)]
     assert again is not None
     assert (again.key, [*again.islands]) == (Attempt(0, 1), ["a"])
     # The frozen one wakes: what it had does not count, and it may join again, to be healed.
@@ -132,12 +132,12 @@ def test_a_lost_island_is_counted_with_its_share_and_steps_and_the_attempt_is_ma
 
 def test_an_island_whose_connection_ends_is_lost_unless_it_connects_again() -> None:
     desk = two_islands()
-    desk.ears = cut(desk.ears, "b", "b0")
+    desk.contacts = cut(desk.contacts, "b", "b0")
     desk.report("a", 0.9)
     desk.report("b", 0.95)
     desk.report("a", 1.5)
     assert not desk.of(Gone)
-    desk.ears = cut(desk.ears, "b", "b0")
+    desk.contacts = cut(desk.contacts, "b", "b0")
     desk.report("a", 2.0)
     assert [(entry.island, entry.why) for entry in desk.of(Gone)] == [("b", "its connection has ended")]  # type: ignore[union-attr]
 
@@ -153,7 +153,7 @@ def test_nobody_is_lost_where_all_are_silent_or_where_nobody_else_holds_the_anch
     running = alone.report("a", window=0, is_ready=True).running
     assert running is not None
     alone.report("a", window=0, is_ready=True, holds=running.key)
-    alone.ears = cut(alone.ears, "a", "a0")
+    alone.contacts = cut(alone.contacts, "a", "a0")
     alone.report("c", 0.5)
     alone.report("c", 50.0)
     assert not alone.of(Gone)
@@ -185,7 +185,7 @@ def test_an_island_that_leaves_goes_after_its_exchange() -> None:
     # Reported in the background before it has applied the exchange.
     assert not desk.report("b", **ready, holds=running.key, leaves=True).is_out
     assert desk.report("b", version=1, leaves=True).is_out
-    assert desk.of(Gone) == [Gone(island="b", token="b0", why="it leaves")]
+    assert desk.of(Gone) == [Gone(island="b", token="b0", why="it was asked to stop")]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_who_cannot_take_part_is_refused_in_one_line(more: dict[str, object], wo
 
 def test_a_process_takes_the_place_of_one_of_its_name_whose_connection_has_ended() -> None:
     desk = two_islands()
-    desk.ears = cut(desk.ears, "b", "b0")
+    desk.contacts = cut(desk.contacts, "b", "b0")
     assert desk.report("b", 0.9, token="b1").refused
     desk.report("a", 1.0)
     desk.report("b", 1.1, token="b1")
@@ -241,7 +241,7 @@ def test_the_log_holds_all_that_was_promised() -> None:
     assert again == desk.roster
     # Back from its log, it hears once more that all hold the sums.
     back = Desk()
-    back.roster, back.log, back.ears = again, list(desk.log), restarted(again, 50.0)
+    back.roster, back.log, back.contacts = again, list(desk.log), restarted(again, 50.0)
     back.report("b", 50.1, **ready, holds=running.key)
     assert not back.of(Committed)
     back.report("a", 50.2, **ready, holds=running.key)
@@ -262,7 +262,7 @@ def test_every_kind_of_entry_comes_back_from_its_line() -> None:
         Dealt(number=1, window=0, first=0, last=9, shares={"a": 7}),
         Attempted(exchange=0, attempt=1, version=0, islands={}, missed={"b": "it was late"}),
         Committed(exchange=0, attempt=1),
-        Gone(island="a", token="t", why="it leaves"),
+        Gone(island="a", token="t", why="it was asked to stop"),
         Finished(version=3),
     ]
     assert [entry_of(line_of(entry), "a line") for entry in entries] == entries
@@ -273,5 +273,5 @@ def test_the_last_island_that_had_the_parameters_does_not_come_back_without_them
     desk = two_islands()
     late_s = 2 * TERMS.patience_s + 1
     refused = desk.report("a", now_s=late_s, token="another").refused
-    assert "island 'a' was lost, and no island that is heard has the parameters" in refused
+    assert "island 'a' was lost, and no island that still reports has the parameters" in refused
     assert not desk.of(Gone)

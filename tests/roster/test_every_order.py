@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from terrace.roster import decisions
-from terrace.roster.decisions import Ears, Heard, Report, arrival, hear, reply, restarted, settled
+from terrace.roster.decisions import Contact, Contacts, Report, arrival, reply, restarted, settled, with_report
 from terrace.roster.entries import Attempted, Brought, Committed, Dealt, Entry, Gone, Terms
 from terrace.roster.side import Act, Side
 from terrace.roster.state import Roster, after
@@ -49,7 +49,7 @@ class Played:
 
     islands: tuple[Island, ...]
     roster: Roster = field(default_factory=Roster)
-    ears: tuple[tuple[str, Heard], ...] = ()
+    contacts: tuple[tuple[str, Contact], ...] = ()
     merged: tuple[tuple[int, str], ...] = ()  # windows that an exchange has taken, or that were lost, by island
     contents: tuple[object, ...] = ((),)  # of every version
     faults: int = 0
@@ -104,23 +104,23 @@ def summed(islands: dict[str, Brought]) -> object:
     return tuple(sorted((name, each.window) for name, each in islands.items()))
 
 
-def decided(played: Played, ears: dict[str, Heard], wait_for: int) -> Played:
-    roster, entries = settled(played.roster, ears, 0.0, wait_for)
+def decided(played: Played, contacts: dict[str, Contact], wait_for: int) -> Played:
+    roster, entries = settled(played.roster, contacts, 0.0, wait_for)
     found = noted(played, entries)
     assert found.roster == roster
-    return replace(found, ears=tuple(sorted(ears.items())))
+    return replace(found, contacts=tuple(sorted(contacts.items())))
 
 
 def reported(played: Played, place: int, run: Terms, wait_for: int, *, is_heard: bool) -> Played | None:
     """Island `place` reports; its reply is lost unless `is_heard`."""
     island = played.islands[place]
-    report, ears = report_of(island, run), dict(played.ears)
-    entries, refusal = arrival(played.roster, ears, report, 0.0)
+    report, contacts = report_of(island, run), dict(played.contacts)
+    entries, refusal = arrival(played.roster, contacts, report, 0.0)
     if refusal is not None and refusal.refused:
         return None  # it asks again later
     found = noted(played, entries)
     if refusal is None:
-        found = decided(found, hear(ears, report, 0.0), wait_for)
+        found = decided(found, with_report(contacts, report, 0.0), wait_for)
         refusal = reply(found.roster, report)
     if not is_heard:
         return found
@@ -187,9 +187,9 @@ def moves(played: Played, run: Terms, wait_for: int, lossy: bool) -> Iterator[tu
 
 
 def _moves_of_roster(played: Played, wait_for: int) -> Iterator[tuple[str, Played]]:
-    ears = dict(played.ears)
+    contacts = dict(played.contacts)
     for place, island in enumerate(played.islands):
-        heard = ears.get(island.name)
+        heard = contacts.get(island.name)
         is_fault = island.is_alive  # silence of an island that is there: a freeze, a cut
         if heard is None or heard.at_s == NEVER_S or (is_fault and not played.faults):
             continue
@@ -197,13 +197,15 @@ def _moves_of_roster(played: Played, wait_for: int) -> Iterator[tuple[str, Playe
             continue
         silent = decided(
             replace(played, faults=played.faults - is_fault),
-            {**ears, island.name: replace(heard, at_s=NEVER_S)},
+            {**contacts, island.name: replace(heard, at_s=NEVER_S)},
             wait_for,
         )
         marked = replace(island, taken_for_lost=island.taken_for_lost or is_fault)
         yield f"silence {island.name}", replace(silent, islands=replaced(silent.islands, place, marked))
-    late = {name: replace(heard, ready_s=NEVER_S) if heard.ready_s == 0.0 else heard for name, heard in ears.items()}
-    if late != ears:
+    late = {
+        name: replace(heard, ready_s=NEVER_S) if heard.ready_s == 0.0 else heard for name, heard in contacts.items()
+    }
+    if late != contacts:
         yield "patience ends", decided(played, late, wait_for)
     if played.faults:
         yield "restart", decided(replace(played, faults=played.faults - 1), restarted(played.roster, 0.0), wait_for)
@@ -282,9 +284,9 @@ def test_random_orders_of_three_islands_with_three_faults(seed: int) -> None:
 
 
 def test_the_player_notices_a_roster_that_commits_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    def early(roster: Roster, running: Attempted, ears: Ears, now_s: float) -> Entry | None:
-        found = right(roster, running, ears, now_s)
-        held = [each for each in ears.values() if each.report is not None and each.report.holds == running.key]
+    def early(roster: Roster, running: Attempted, contacts: Contacts, now_s: float) -> Entry | None:
+        found = right(roster, running, contacts, now_s)
+        held = [each for each in contacts.values() if each.report is not None and each.report.holds == running.key]
         return Committed(exchange=running.exchange, attempt=running.attempt) if held else found
 
     right = decisions._of_running

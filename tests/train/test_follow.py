@@ -142,7 +142,7 @@ def test_comparisons_take_a_fiftieth_of_a_run(every: int, looks: list[int], monk
 
 def test_steps_before_new_shares_are_not_measured_with_those_after(monkeypatch: pytest.MonkeyPatch) -> None:
     found = list[int]()
-    monkeypatch.setattr(Following, "_look", lambda _, number: found.append(number))
+    monkeypatch.setattr(Following, "_compare", lambda _, number: found.append(number))
     following = following_of(monkeypatch, unequal(1.0, 1.0), (2, 2), deal=lambda step: step == 3)
     for number in range(1, 8):
         following.before(number - 1)
@@ -217,7 +217,7 @@ REFUSED: tuple[tuple[type[TerraceError], tuple[str, ...], str], ...] = (
     (
         PlanError,
         (*SHARED, "--plan.keep.grads", "disk", "--plan.unit", "5"),
-        r"keep.grads = 'disk' has the room that the first shares need",
+        r"keep.grads = 'disk' reserves its memory for the first shares",
     ),
     (
         PlanError,

@@ -23,7 +23,7 @@ from terrace.runtime.kept.host import HostMemory
 from terrace.runtime.kept.whole import Whole
 
 UPDATE = "update"
-Scale = Callable[[], Sequence[Tensor]]  # the scale of a gradient; none if it is not to be used
+Scale = Callable[[], Sequence[Tensor]]  # the scale of a gradient; none if its update is skipped
 
 
 class Cores:
@@ -71,7 +71,7 @@ class SharedGradient:
         """Block until the gradient is where it is read."""
 
     def replace(self, part: slice, values: Tensor) -> bool:
-        """Store new parameters in the place of the gradient, unless they have one on the device: False."""
+        """Store new parameters in the memory of the gradient. False: they are written to the device instead."""
         return False
 
     def returning(self, target: Tensor) -> Callable[[], Ticket]:
@@ -149,7 +149,7 @@ class HostUpdate:
     def submit(self, update: Work, scale: Scale, target: Tensor) -> Ticket:
         """Run `update`, which reads the gradient times `scale`, and bring new parameters to `target` (n).
 
-        Nothing changes if there is no scale. `scale` is called when it is this update's turn, and may wait.
+        Nothing changes if there is no scale. `scale` is called when this update starts, and may wait.
         """
         returning, reads = self.gradient.returning(target), list[Ticket]()
 
@@ -162,12 +162,12 @@ class HostUpdate:
                 reads.append(DONE)
 
         def then() -> None:
-            # Not before the update is over: on the lane of reads it would hold up those behind it.
+            # Submitted only once the update is over: before that it would hold up the reads behind it on their lane.
             reads[:] = [returning()] if reads else [DONE]
 
         updated = self._cores.submit(work, self._num_bytes, then)
         return _Returned(updated, reads)
 
     def takes(self, part: slice, values: Tensor) -> bool:
-        """Store new parameters for the way to the device if an update runs and they take it: whether it did."""
+        """Store new parameters to be copied to the device, if an update runs and they are. Returns whether it did."""
         return self._runs and self.gradient.replace(part, values)
