@@ -3,8 +3,8 @@
 GB/s of input: bytes of a message's elements over the processor time of an encode, a decode (into the same dtype), and
 both. Target: both together at least 1 GB/s of bf16, for int8 and int4 in blocks of 128, and 0.2 GB/s for the largest
 of 32. Elements are normal random numbers. Processor time is used because other jobs disturb it less; each figure is the
-best of `--rounds`, as a slower one tells about the neighbours. `packed` has 0.5 GB/s, 1 GB/s each way, and no
-feedback. `feedback` is an encode with its residual, `add` the sum
+best of `--rounds`, as a slower one tells about the neighbours. The target of
+`packed` is 0.5 GB/s, and it has no feedback. `feedback` is an encode with its residual, `add` the sum
 of four messages into fp32, per message.
 """
 

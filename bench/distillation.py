@@ -6,7 +6,7 @@ batches and learning rates, with several seeds:
 
     alone        by the labels
     taught       by the teacher beside every step
-    likeliest    by 64 of its tokens a position, most of them its likeliest, found before the first step
+    likeliest    by 64 kept tokens of each position, 48 of them its likeliest, found before the first step
 
 Compared is the cross entropy of held-out text after the last step, which no run has as its loss, and of the last two
 the loss itself.

@@ -4,9 +4,9 @@ One process trains a decoder on the source text of the Python standard library a
 packs what its messages would carry in bf16: parameters before and after training, their gradients, the activations
 between blocks, inside attention and the MLP, and their gradients. A message is a whole tensor.
 
-The size is fixed, 12.25 of 16 bits, and 12.625 in blocks of 32, the size of a head here. Shown beside it: the share of
-exponents that are listed, of which there may be one in 64, the messages that fit, and the ratio that an ideal code of
-exponents would reach, one code for each tensor.
+The size is fixed: 12.25 bits in place of 16, or 12.625 in blocks of 32, the size of a head here. The table also has the
+share of exponents that are listed (there is room for one in 64), the number of messages that fit, and the ratio that an
+entropy code of the exponents of each tensor would reach.
 
 Target: every message fits in blocks of 32.
 """
@@ -72,7 +72,7 @@ def keep_outputs(blocks: Sequence[nn.Module], kept: list[Tensor]) -> None:
 
 
 class Figures(NamedTuple):
-    """Of one message: elements, listed exponents, whether it fits, bits of an ideal code of its exponents."""
+    """Of one message: elements, listed exponents, whether it fits, entropy of its exponents in bits an element."""
 
     numel: int
     listed: int

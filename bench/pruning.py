@@ -1,4 +1,4 @@
-"""What does a pruned model lose, and what does its teacher make good? Half the inner features, then some steps.
+"""How much loss does pruning half the inner features add, and how much of it does further training recover?
 
 A small decoder is trained on the source text of the Python standard library, and half the inner features of its MLPs
 are removed by `terrace prune`, which measures them on held-out text. The smaller model is then trained, with several
@@ -6,12 +6,12 @@ seeds that draw other text:
 
     alone        by the labels
     taught       with the whole model as teacher
-    magnitude    as taught, but what is kept are the features whose matrices have the largest norms, not those that
-                 the evaluation finds
+    magnitude    as taught, but the features that stay are those with the largest norms of their rows and columns, not
+                 the most important ones in the evaluation
 
-Compared is the cross entropy of held-out text after the last step with that of the whole model. Before, the same is
-shown of halves that nothing has trained yet: the most important features, those with the largest norms, random ones,
-and the least important.
+The cross entropy of held-out text after the last step is compared with that of the whole model. `--untrained` shows the
+cross entropy of four halves without further training: the most important features, those with the largest norms, random
+ones, and the least important.
 
 Target: after 300 steps the taught model is at most 3 % above the whole one, in the mean over the seeds.
 """

@@ -94,7 +94,7 @@ class Plan(Line):
     allow: list[str] = option(
         "CLASS=FORMAT",
         "let messages of a class travel in a format where that shortens the step: sync=int8, "
-        "outer.system=int4+feedback; or, as packed, messages of parameters and activations lose their idle bits; or "
+        "outer.system=int4+feedback; or messages of parameters and activations be coded without loss, packed; or "
         "products be in 8 bits, products=fp8:row; or states be stored in one: "
         "optimizer_states=int8, master=bf16; or states and inputs of layers are kept below: keep=disk; or "
         "tensor messages be cut: tensor_chunks=4, or fused with products: tensor_chunks=fused",
@@ -351,9 +351,9 @@ class Prune(Line):
     run = "terrace.cli.prune:run"
     takes_keys = False
     description = (
-        "Make a smaller model from the layers, heads and channels of a trained one that matter most, as an evaluation "
-        "measures them. It is a Hugging Face folder that trains like any other; a run with the whole model as teacher "
-        "makes good most of what it lost."
+        "Make a smaller model of the layers, heads and inner features of a trained one that are most important in an "
+        "evaluation. It is written as a Hugging Face folder, which trains like any other, also with the whole model as "
+        "teacher."
     )
     folder: Path = word("FOLDER", "run folder, or Hugging Face folder with config.json and *.safetensors")
     path: Path = MADE

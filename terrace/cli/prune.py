@@ -1,4 +1,4 @@
-"""`terrace prune FOLDER PATH`: a smaller model of the layers, heads and channels that matter most."""
+"""`terrace prune FOLDER PATH`: a smaller model of the layers, heads and inner features that are most important."""
 
 import argparse
 import sys
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _evaluations(options: argparse.Namespace) -> Evaluations:
-    """Evaluates a model on the data that the options name. Fails early where there are none."""
+    """Evaluates a model on the data that the options name. Raises before any model is loaded if they name none."""
     if options.data is None:
         from terrace.train.evaluate_own import evaluate_own, own_data
 

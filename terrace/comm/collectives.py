@@ -15,8 +15,8 @@ Block formats (terrace.comm.codecs) are sent as bytes, scales and codes of one p
     gather   encode piece(outer) once, forward the messages over all tiers of that format, decode at the end;
              the rank's own part is rounded too, so that all members hold the same values
     reduce   on each tier: encode the parts of the others, exchange, add the received parts to the exact own part
-    packed   as `gather`; a reduction adds up the parts of all ranks in their order, as that of a dtype does. If a part
-             does not fit, all members then send their plain values as well (terrace.comm.codecs.packed)
+    packed   as `gather`; a reduction adds the parts of all ranks in rank order, as that of a dtype does. If a part does
+             not fit, all members then send their plain values as well (terrace.comm.codecs.packed)
     whole    sparse messages of a sum that is gathered again, and any between two members: encode once, forward over
              all tiers, decode and sum all of them, the rank's own included, in one order on all ranks
 

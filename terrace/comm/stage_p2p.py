@@ -5,9 +5,9 @@ of ranks arrive in the order sent, per direction. On NCCL sends and receives are
 current stream wait, not the host. On gloo a send completes only when the caller waits for it, and keeps its values
 until then. Therefore one thread per peer stage sends, one message after the other.
 
-A packed message may say that its plain values follow (terrace.comm.codecs.packed). These have process groups of their
-own, because receives of later messages are posted already. A sender's thread sends them right after the message, so
-whoever waits for a message first completes all earlier ones from the same peer.
+A packed message may say that its plain values follow (terrace.comm.codecs.packed). These travel in process groups
+of their own, because receives of later messages are posted already. A sender's thread sends them right after their
+message, so waiting for a message first completes all earlier ones from the same peer.
 """
 
 from collections import defaultdict, deque

@@ -1,12 +1,12 @@
 """Measures how much layers, groups of heads and channels matter, while a model is evaluated.
 
 A unit of attention or of an MLP adds x W^T to the residual stream for each token, with its activations x and its
-columns W of the output projection. Its importance is the root mean square, over tokens, of the norm of what it adds:
-activations decide, as in Minitron (Muralidharan et al., 2407.14679, section 2.2), weighted with the matrix that reads
-them, as in Wanda (Sun et al., 2306.11695, section 3). A layer's importance is its block influence: 1 minus the mean
-cosine of its input and its output (ShortGPT, Men et al., 2403.03853, section 2.2).
+columns W of the output projection. Its importance is the root mean square, over tokens, of the norm of this addition:
+it is measured from activations, as in Minitron (Muralidharan et al., 2407.14679, section 2.2), weighted with the matrix
+that reads them, as in Wanda (Sun et al., 2306.11695, section 3). A layer's importance is its block influence: 1 minus
+the mean cosine similarity of its input and its output (ShortGPT, Men et al., 2403.03853, section 2.2).
 
-Norms on the output of a sublayer, and the gate of a shared expert, come after what is measured.
+Norms on the output of a sublayer and the gate of a shared expert are applied later, so importance leaves them out.
 
 Shape legend: N tokens or rows, H hidden, U units, F features of a unit, E experts.
 """

@@ -2,8 +2,8 @@
 
 Units are layers, groups of heads (a key-value head with the query heads that share it), and channels: the inner
 features of MLPs, of every expert and of shared experts. Every layer keeps the same number of groups and channels, those
-that are most important in it (terrace.model.importance). Which dims of a parameter count units is what its spec
-declares, so all families are cut by the same rule.
+that are most important in it (terrace.model.importance). The spec of a parameter
+declares which of its dims count units, so all families are cut by the same rule.
 
 A unit's output reaches the residual stream through its columns of one matrix, so the smaller model computes what the
 larger one computes with these columns set to zero, and with the layers left out.
@@ -35,7 +35,8 @@ _NEAR = 0.1  # of a unit: how far a share of layers or groups may be from a whol
 class Importance:
     """The importance of units, higher for units that matter more.
 
-    `layers` is (L), and `units` has for each layer (G) of "heads", and (C) or, of experts, (E, C) of its channels.
+    `layers` is (L). `units` has, for each layer, (G) under "heads", and under the dim of its channels (C), or (E, C) of
+    experts.
     """
 
     layers: Tensor
@@ -44,7 +45,7 @@ class Importance:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Indices of the units that stay, ascending: of layers, and for each of these as in `Importance.units`."""
+    """Ascending indices of the units that stay: layers, and the units of each of these, as in `Importance.units`."""
 
     layers: tuple[int, ...]
     units: tuple[Mapping[str, Tensor], ...]
@@ -66,14 +67,14 @@ class Shares:
             raise ModelError("nothing would be removed: give --layers, --heads or --intermediate below 1")
 
     def num_layers(self, whole: ModelConfig) -> int:
-        """Layers that stay. Raises `ModelError` for a share that is no number of layers."""
+        """Layers that stay. Raises `ModelError` for a share that is no whole number of layers."""
         return _few("layers", self.layers, whole.num_layers, "layers")
 
     def narrowed(self, whole: ModelConfig) -> ModelConfig:
         """The model with all its layers and the heads and channels that stay.
 
-        Raises `ModelError` for a share that is no number of groups or leaves no channel, and if the family cannot
-        express the model.
+        Raises `ModelError` for a share that is no whole number of groups, or that leaves no channel or all of them, and
+        if the family cannot express the model.
         """
         if whole.whole_qk_norm and self.heads < 1:
             raise ModelError(
@@ -83,8 +84,8 @@ class Shares:
         names = FAMILIES[whole.family].names
         if self.heads < 1 and "head_dim" not in names and not whole.latent.key_value_rank:
             raise ModelError(
-                f"--heads {self.heads}: a {whole.family} config.json has no size of a head, which follows from the "
-                "number of heads, so none can be removed: leave --heads out"
+                f"--heads {self.heads}: a {whole.family} config.json has no key for the size of a head, which follows "
+                "from the number of heads, so none can be removed: leave --heads out"
             )
         groups = _few("heads", self.heads, whole.num_kv_heads, "key-value heads")
         made = replace(

@@ -1,9 +1,9 @@
-"""Blocks of weight matrices that a run sets to zero: its settings, and what cannot carry them. Needs no torch.
+"""Blocks of weight matrices that a run sets to zero: its settings, and the plans that cannot have it. Needs no torch.
 
 In each matrix of attention and MLPs, and of each expert, the `share` of blocks with the smallest norms is zero in the
-working copy, which blocks of the model run on. Masters stay whole and get the gradient of the working copy, so a block
-may come back. Masks are made of whole matrices wherever these are: after a GATHER of parameters that are gathered for
-use, after REFRESH of those that stay. No message is added.
+working copy, with which the forward and backward run. Masters stay whole and get the gradient of the working copy, so a
+block may be used again. Masks are made from whole matrices, where a rank has them: after each GATHER of parameters that
+are gathered for use, and after REFRESH of the others. No message is added.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +28,8 @@ class BlockPruning:
 
     blocks: tuple[int, ...] = ()  # rows and columns of a block, which divide every matrix: [16, 16]
     share: float = 0.0  # of the blocks of each matrix that are zero, above 0 and below 1
-    weight: float = 1e-4  # of the penalty on the norms of blocks, in the steps before blocks are zero; 0: none
-    after: int = 100  # updates after which blocks are zero
+    weight: float = 1e-4  # of the penalty on the norms of blocks, until blocks are zero; 0: no penalty
+    after: int = 100  # number of updates after which blocks are set to zero
 
     def check(self) -> None:
         """Raises `ConfigError` for a value out of range."""
@@ -73,7 +73,7 @@ def has_blocks(param: ParamSpec) -> bool:
 
 
 def check_pruning(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], pruning: BlockPruning) -> None:
-    """Raises `PlanError` for a plan that cannot carry the masks, and `ConfigError` for blocks that divide no matrix."""
+    """Raises `PlanError` for a plan that cannot have masks, `ConfigError` for blocks that do not divide a matrix."""
     if not pruning.is_on:
         return
     pruning.check()
@@ -85,13 +85,13 @@ def check_pruning(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], pru
         )
     if plan.experts and pruning.weight:
         raise PlanError(
-            "[prune] adds its penalty by the tokens of the ranks that hold a matrix, and experts on other ranks "
-            "(plan.experts) get the tokens of all: set prune.weight = 0, or leave the table out"
+            "[prune] weights its penalty with the tokens of the ranks that hold a matrix, and experts on other ranks "
+            "(plan.experts) compute tokens of all ranks: set prune.weight = 0, or leave plan.experts out"
         )
     if any(axes.get("rows", 1) > 1 for axes in plan.experts.values()):
         raise PlanError(
-            "[prune] compares the blocks of whole matrices, and rows of the table experts cut them: give these ranks "
-            "to the axis expert, or leave [prune] out"
+            "[prune] compares the blocks of whole matrices, and the axis rows of plan.experts cuts them: give its "
+            "ranks to the axis expert, or leave [prune] out"
         )
     for has, words in (
         (plan.outer.has_islands, "islands (plan.outer)"),
@@ -105,16 +105,17 @@ def check_pruning(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], pru
     mask_dtype(cluster, plan)
     if not plan.master_apart and not Layout.of(cluster, plan).gathers and plan.compute == plan.master:
         raise PlanError(
-            "[prune] sets blocks of the working copy to zero, and the masters are in the same memory: set "
+            "[prune] sets blocks of the working copy to zero, and in this plan the masters share its memory: set "
             "plan.master_apart = true"
         )
     _check_matrices(blocks, pruning)
 
 
 def mask_dtype(cluster: Cluster, plan: Plan) -> str:
-    """Dtype of the values that masks are made of: of messages of parameters, where these round to another one.
+    """Dtype that masks are made in: of messages of parameters where these round, else of the working copy.
 
-    All ranks have the values that such messages leave. Raises `PlanError` for a block format, or several dtypes.
+    All ranks have these rounded values, so they make the same masks. Raises `PlanError` for a block format or several
+    dtypes.
     """
     layout, compute = Layout.of(cluster, plan), FORMATS[plan.compute]
     found = dict[str, int]()
@@ -123,15 +124,15 @@ def mask_dtype(cluster: Cluster, plan: Plan) -> str:
             wire = plan.wire_format(message, layout.tiers[tier])
             if wire.block:
                 raise PlanError(
-                    f"[prune] needs values that are rounded alike, and {message.value} on tier "
-                    f"{layout.tiers[tier]!r} travels in {wire.name}: send it in a dtype"
+                    f"[prune] needs the same rounded values on all ranks, and {message.value} on "
+                    f"tier {layout.tiers[tier]!r} travels in {wire.name}: send it in a dtype such as bf16"
                 )
             if wire.mantissa_bits < compute.mantissa_bits:
                 found[wire.name] = wire.mantissa_bits
     if len(found) > 1:
         raise PlanError(
-            f"[prune] needs values that are rounded alike, and messages of parameters travel in {', '.join(found)}: "
-            "give all the same dtype"
+            "[prune] needs the same rounded values on all ranks, and messages of parameters travel in "
+            f"{', '.join(found)}: give all the same dtype"
         )
     return next(iter(found), plan.compute)
 

@@ -7,10 +7,10 @@ take. A plan's table `wire.<class>.<tier> = "<format>"` combines them. A format 
     fp8 | int8 | int4 [:BLOCK] [+feedback]   codes of 8, 8 or 4 bits; BLOCK elements share one scale; plain fp8 can
                                              also mean the codes of 8-bit matmuls (terrace.plan.products)
     topk [:N] [+feedback]                    the largest 1/N of the elements of every block of 4096, in 4 bits
-    packed [:BLOCK]                          bf16 in 12.25 bits, of which every bit comes back
+    packed [:BLOCK]                          bf16 in 12.25 bits, without loss
 
-Messages between stages may have one for each boundary between two members of the outermost tier, in the order of the
-stages: "bf16, int4, bf16" for four members in a pipeline.
+Messages between stages may have a format for each boundary between two members of the outermost tier, in the order of
+the stages: "bf16, int4, bf16" for four members in a pipeline.
 
 A message of a block format holds, for n elements in blocks of B, a bf16 scale per block, then the codes of all
 elements, then zeros up to a multiple of 16 bytes:
@@ -25,8 +25,8 @@ A sparse message holds, for n elements of which k are kept, a bf16 scale per blo
 
 So a kept element costs 8 bits for its index plus its share of the counts; at N = 32 an element costs 0.41 bits overall.
 
-A packed message holds, for n elements in blocks of B (128), a byte of exponent and a count per block, 4 bits of
-exponent, 7 of mantissa and a sign per element, and room for the exponents of one element in 64 that lie far below the
+A packed message of n elements in blocks of B (128) has a byte of exponent and a byte of count per block; 4 bits of
+exponent, 7 of mantissa and a sign per element; and room for the exponents of one element in 64, which are far below the
 largest of their block (terrace.comm.codecs.packed):
 
     bytes(n) = round16( 2 ceil(n / B) + ceil(12 n / 8) + ceil(n / 64) )
@@ -84,8 +84,8 @@ GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)
 BETWEEN_STAGES = (MessageClass.PIPELINE, MessageClass.PIPELINE_BACKWARD)
 FED_BACK = (*GRADIENTS, MessageClass.OUTER, MessageClass.PIPELINE_BACKWARD)  # classes that support error feedback
 CHANGES = (*GRADIENTS, MessageClass.OUTER)  # of parameters
-# Classes of parameters and activations that are sent as they are, one message to each peer: what arrives may say that
-# plain values follow.
+# Classes of parameters and activations with one message to each peer, which may be marked to say that plain values
+# follow it.
 PACKABLE = (
     *(MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH),
     *(MessageClass.TENSOR, MessageClass.CONTEXT, *BETWEEN_STAGES),

@@ -8,15 +8,15 @@ and a weight w, a token's loss and its gradient are
 
 The factor T^2 keeps the size of the second gradient when T changes. Neither model's logits are ever whole: a chunk of
 tokens has both, and its gradient is known at once, so all products run in the BACKWARD of the last block
-(terrace.runtime.head). Of the teacher a token brings its hidden state of H numbers, or k tokens that it kept.
+(terrace.runtime.head). From the teacher, a token has its hidden state of H numbers, or k kept tokens.
 
-Of k tokens that are kept, the first k - m are the most probable, the set A, and m = max(1, k / 4) are drawn from all
-others by their probabilities. With r = 1 - the sum of p over A, the second term is estimated by
+Of the k kept tokens, the first k - m are the most probable, the set A, and m = max(1, k / 4) are drawn from all others
+in proportion to their probabilities. With r = 1 - the sum of p over A, the second term is estimated by
 
     sum over A of p_i (log p_i - log q_i)  +  r / m  sum over draws j of (log p_j - log q_j)
 
-and p in the gradient by p_i and r / m. Both have the whole sum as their mean over draws (Anshumann et al., 2503.16870).
-One outcome for all tokens that are not kept would instead be a lower bound, the lower the higher the temperature.
+and p in the gradient by p_i in A and r / m for each draw. Both estimates are unbiased (Anshumann et al., 2503.16870).
+One outcome for all tokens outside A would give a lower bound instead, which is further off at a higher temperature.
 
 Shape legend: N tokens, n tokens of a part, B rows, S tokens of a row, H hidden, V vocabulary, k tokens kept.
 """

@@ -5,10 +5,11 @@ Wakin and Boyd, 0711.1612). With the Frobenius norm n_b of block b,
 
     R = weight * sum over b of  n_b / (n'_b + epsilon)          n'_b = n_b, held constant
 
-so its gradient in a block W_b is  weight * W_b / (n_b (n_b + epsilon)), and 0 where n_b = 0. The weights are made anew
-in every step, from parameters alone: a resumed run needs no state of them. It is the gradient of the mean loss plus R:
-since gradients are sums over tokens that CLIP divides by the step's tokens, each micro-batch adds its tokens times that
-of R. Ranks thereby add it up without a message, and clipping counts it.
+so its gradient in a block W_b is  weight * W_b / (n_b (n_b + epsilon)), and 0 where n_b = 0. The norms n'_b are
+computed anew in every step from the parameters alone, so checkpoints have no state of them. A step follows the gradient
+of the mean loss plus R. Gradients are sums over tokens, which CLIP divides by the step's tokens, so each micro-batch
+adds the gradient of R times its number of tokens. The reductions of gradients then sum it over ranks without a message
+of its own, and the gradient norm includes it.
 
 Shape legend: R rows and C columns of a matrix, b and c of a block; a stack has leading dims, and its own masks for each
 of its matrices.
@@ -24,8 +25,8 @@ from torch import Tensor
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.pruning import NO_PRUNING, BlockPruning, has_blocks
 
-_PART = 1 << 24  # elements of a gradient of the penalty, fp32, that have memory at a time: 64 MiB
-EPSILON = 1e-2  # of a norm, where blocks begin with norms about 0.3 (16 x 16 of 0.02): a guess
+_PART = 1 << 24  # elements of the penalty's gradient in memory at a time: 64 MiB in fp32
+EPSILON = 1e-2  # added to norms, which begin at about 0.3 (16 x 16 elements of 0.02): a guess
 
 
 def in_blocks(matrix: Tensor, blocks: tuple[int, ...]) -> Tensor:
@@ -52,7 +53,7 @@ def block_norms(matrix: Tensor, blocks: tuple[int, ...]) -> Tensor:
 
 
 def smallest_blocks(matrix: Tensor, settings: BlockPruning) -> Tensor:
-    """Which blocks of matrices (..., R, C) are zero: bool (..., R / b, C / c). Of equal norms the first."""
+    """Which blocks of matrices (..., R, C) are zero: bool (..., R / b, C / c). Of equal norms, the first."""
     norms = block_norms(matrix, settings.blocks)
     flat = norms.flatten(-2)
     order = flat.argsort(dim=-1, stable=True)[..., : settings.num_zero(flat.shape[-1])]
@@ -95,7 +96,7 @@ class PrunedBlocks:
 
     @torch.no_grad()
     def zero_(self, full: Tensor, num_updates: int) -> None:
-        """Set blocks to zero in a whole buffer, once there were enough updates."""
+        """Set blocks of a whole buffer to zero, if `num_updates` is at least `settings.after`."""
         if num_updates < self.settings.after:
             return
         for _, start, stop, shape in self.matrices:

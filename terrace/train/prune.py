@@ -1,4 +1,4 @@
-"""Prunes a trained model: measures its units in an evaluation, keeps the most important, and evaluates the rest."""
+"""Prunes a trained model: measures its units in an evaluation, keeps the most important, and evaluates the result."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -20,8 +20,8 @@ class Pruned:
     model: Trained
     kept: Kept
     num_tokens: int
-    before: float
-    after: float
+    before: float  # nats a token, of the whole model
+    after: float  # nats a token, of the smaller model
 
     def value(self, block: str, param: str) -> Tensor:
         """The whole parameter, in the dtype of the evaluation, on the CPU."""
@@ -31,9 +31,9 @@ class Pruned:
 def prune(
     model: Trained, shares: Shares, evaluations: Callable[[Trained], Iterable[Evaluation]], folder: Path
 ) -> Pruned:
-    """Prunes `model`, which was read from `folder`, by its importance in `evaluations`.
+    """Prunes `model`, which was read from `folder`, by the importance of its units in `evaluations`.
 
-    Raises `ModelError` for shares that the model or its family cannot have, before anything is evaluated unless it
+    Raises `ModelError` for shares that the model or its family cannot have: before the evaluation, except where it
     depends on which layers stay.
     """
     shares.num_layers(model.config)

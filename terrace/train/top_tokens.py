@@ -1,9 +1,9 @@
-"""Tokens of a teacher, found once for every sample of a run and kept in its folder: the most probable, and some others.
+"""Kept tokens of a teacher, found once for each sample of a run: the most probable ones, and draws from the others.
 
 The file `teacher.ids.npy` has the ids of k next tokens of every position, (samples, S, k), and `teacher.log_probs.npy`
 their log-probabilities at the temperature, in fp32. The last ones are drawn from all that are not the most probable
-(terrace.runtime.distilled), at equal distances of their cumulated probability. Where the first draw lies depends on
-sample and position alone, so the same tokens are found on any ranks. `teacher.json` says of which teacher and
+(terrace.runtime.distilled), equally spaced in their cumulative probability. The place of the first draw depends on
+sample and position alone, so any number of ranks finds the same tokens. `teacher.json` says of which teacher and
 data they are, and is written last. A run that is resumed reads them; files that do not fit are made anew.
 
 Rank 0 writes the rows of all ranks, pass by pass, and every rank maps the files: a run folder is on a file system that
@@ -177,7 +177,7 @@ class _Writer:
 
 
 def first_draws(samples: Ids, sequence: int) -> Tensor:
-    """Numbers from 0 to 1, (n, S) in fp64, by sample and position; multiples of the golden ratio are spread evenly."""
+    """Offsets in [0, 1), (n, S) in fp64, by sample and position: fractions of multiples of the golden ratio."""
     numbers = (samples[:, None] * sequence + np.arange(sequence)) % (1 << 30)
     return torch.from_numpy((numbers * _GOLDEN % (1 << 32)) / float(1 << 32))
 
@@ -188,7 +188,7 @@ def kept_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Ids, int32, and log-probabilities, fp32, of k tokens after hidden states (B, S, H): (B, S, k) each.
 
-    `offsets` (B, S), from 0 to 1, say where the first draw of a position lies.
+    `offsets` (B, S), in [0, 1), place the first draw of each position, in the distance of two draws.
     """
     flat, begins, m, ids, log_probs = hidden.flatten(0, 1), offsets.flatten().unsqueeze(1), num_drawn(k), [], []
     steps = torch.arange(m, dtype=begins.dtype, device=begins.device)

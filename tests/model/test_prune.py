@@ -278,7 +278,7 @@ def test_folders_that_cannot_be_pruned_are_refused(tmp_path: Path, capsys: pytes
     ("name", "shares", "message"),
     [
         ("olmo2", Shares(heads=0.5), "--heads 0.5: olmo2 normalises the queries of all heads as one"),
-        ("gpt2", Shares(heads=0.5), "--heads 0.5: a gpt2 config.json has no size of a head"),
+        ("gpt2", Shares(heads=0.5), "--heads 0.5: a gpt2 config.json has no key for the size of a head"),
         ("llama 3.1, 1 kv head", Shares(heads=0.5), "0.5 of 1 key-value heads is 0.5, no whole number"),
     ],
 )

@@ -225,8 +225,8 @@ LOCAL = {"preset": "zero3", "compute": "fp32"}
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"mapping": {"node": {"tensor": 2}}}, {}, "the tensor axis cuts them: give the tier to the data axis"),
     ({"mapping": {"node": {"context": 2}}}, {}, "is not implemented beside a context axis or balance"),
-    ({"experts": {"node": {"expert": 2}}}, {}, r"set prune\.weight = 0, or leave the table out"),
-    ({"experts": {"node": {"rows": 2}}}, {"weight": 0.0}, "rows of the table experts cut them"),
+    ({"experts": {"node": {"expert": 2}}}, {}, r"set prune\.weight = 0, or leave plan\.experts out"),
+    ({"experts": {"node": {"rows": 2}}}, {"weight": 0.0}, "the axis rows of plan.experts cuts them"),
     ({"compute": "fp16"}, {}, "is not implemented beside plan.compute = 'fp16'"),
     ({"products": "fp8"}, {}, "is not implemented beside plan.products = 'fp8'"),
     ({"keep": Keep(optimizer="disk")}, {}, r"is not implemented beside states below the device \(plan.keep\)"),

@@ -1,24 +1,23 @@
-"""Lossless codec of bf16: exponents in 4 bits against the largest of their block, signs and mantissas as they are.
+"""Lossless codec of bf16: exponents in 4 bits relative to the largest of their block, signs and mantissas unchanged.
 
 A message of n elements in nb = ceil(n / B) blocks (B = 128 by default), all parts in bytes:
 
     bases     nb            of each block: max(largest exponent - 15, 0)
-    counts    nb            of each block: how many exponents are listed; or `ZEROS`; of the first one: or `TOO_WIDE`
+    counts    nb            of each block: its number of listed exponents, or `ZEROS`; of the first also `TOO_WIDE`
     nibbles   ceil(n / 2)   max(exponent - base, 0), in halves of a block as in int4
     rests     n             the sign in bit 7, the mantissa below
-    listed    the others    exponents at or below their base, in the order of the elements; zeros behind them
+    listed    the rest      exponents at or below their base, in the order of the elements, then zeros
 
 A nibble above 0 says base + nibble. A nibble of 0 says that the exponent is 0 where the base is 0 or the count is
-`ZEROS`, as of zeros and subnormals, and else that the exponent is listed. So infinities, nans with their payload,
-signed zeros and subnormals all come back, and the size of a message is known before its values are: 12.25 bits an
-element, which leaves room for one listed exponent in 64. An exponent that lies 15 or more below the largest of 128
-normal numbers is one in some ten thousand.
+`ZEROS`, as of zeros and subnormals, and otherwise that the exponent is listed. So infinities, nans and their payload,
+signed zeros and subnormals all come back. The size of a message does not depend on its values: 12.25 bits an element,
+with room for one listed exponent in 64. Of normally distributed numbers in blocks of 128, about one exponent in ten
+thousand is 15 or more below the largest.
 
-A row with more of them does not fit (`TOO_WIDE`). Nothing here can send it: the sender then follows with the plain
-values, and the receiver, who reads so in the first message, waits for them (terrace.comm.collectives, stage_p2p and
-group_p2p). A size that both sides know costs no message of its own, where sizes sent ahead would cost a latency each
-time; the price is that a message that does not fit is sent twice. That is read on the host, so on a device with
-streams a packed message waits for the device.
+A row with more of them does not fit and is marked `TOO_WIDE`. The sender then also sends its plain values, and the
+receiver, which reads the mark in the packed message, waits for them (terrace.comm.collectives, stage_p2p and
+group_p2p). A fixed size saves the latency of a message with sizes; in return, a message that does not fit is followed
+by its plain values. The mark is read on the host, which on a device with streams waits for each packed message.
 
 The same code runs on every device; on a CPU it works on chunks that stay in the cache, because eager torch makes one
 pass over memory for each operation.
@@ -83,7 +82,7 @@ class _Blocks:
 
 
 def encode(values: Tensor, wire: WireFormat, out: Tensor, residual: Tensor | None = None) -> None:
-    """Encode each row, rounded to bf16 if it is wider; see above. A row that does not fit is marked (`too_wide`)."""
+    """Encode each row, rounded to bf16 if it is wider; see above. A row that does not fit is marked `TOO_WIDE`."""
     assert residual is None, "a lossless format leaves no residual"
     parts, scratch = _Parts.of(wire, values.shape[1]), _Scratch(values)
     out[:, parts.listed :].zero_()
