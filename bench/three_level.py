@@ -1,15 +1,15 @@
 """Which assumptions give the published gain of three-level partitioning on Frontier (Xu et al., arXiv 2501.04266)?
 
 The abstract has, for a GPT of 20 B parameters on up to 48 nodes (384 GCDs): ZeRO++ 1.405 times the throughput of
-ZeRO-3, three-level 1.707 times that of ZeRO++, and 0.94 of the throughput a GCD kept up to 384. Batch, micro-batch and
-recomputation are not in it. Priced is what DeepSpeed sends under each placement, on links as RCCL reaches them or as
-Singh et al. (2502.08145, `comm_model.py`) give them, with messages hidden as this runtime hides them or not at all:
+ZeRO-3, three-level 1.707 times that of ZeRO++, and 0.94 of the throughput a GCD kept up to 384. It gives no batch,
+micro-batch or recomputation. The messages that DeepSpeed sends under each placement are priced on links as RCCL reaches
+them or as Singh et al. (2502.08145, `comm_model.py`) give them, hidden as this runtime hides them or not at all:
 
     step = computing + sum of the seconds of all messages + update        where nothing is hidden
 
-Three-level sends bf16 weights within a module, int4 gradients and int8 new weights elsewhere (the paper quantises as
-ZeRO++ does; which message has which format is a reconstruction). `kept` is three-level's throughput a GCD on 48 nodes
-over that on 8.
+Three-level sends bf16 weights within a module, and int4 gradients and int8 updated weights elsewhere (the paper
+quantises as ZeRO++ does; which message has which format is a reconstruction). `kept` is three-level's
+throughput a GCD on 48 nodes over that on 8.
 
 Target: a gain of three-level over ZeRO++ within 20 % of 1.707, and `kept` within 0.05 of 0.94, under one assumption.
 """
@@ -37,7 +37,7 @@ MODEL = gpt(32, 7168, 56, SEQUENCE, 51_200)
 # GB/s a GCD of a pair, of 4 such pairs, and across nodes with 8 groups on the adapters, in the code of Singh et al.
 NESTED = (129e9, 72e9, 5e9)
 ONE_LINK = (129e9, 36e9, 5e9)  # 36: what RCCL counts of a link of 50 between two modules (topo.h), as Singh et al. do
-SLOW_CODEC = 0.2  # of the memory bandwidth: a guess of kernels written for another vendor's device
+SLOW_CODEC = 0.2  # of the memory bandwidth: a guess for kernels written for another vendor's device
 PLANS = {"zero3": "zero3", "zero++": "zero++", "three-level": "three-level-compressed"}
 GAINS, KEPT = (1.405, 1.707), 0.94
 

@@ -1,6 +1,6 @@
 """Write `docs/validation.md` and the rows that predictions take their bands from; with `--check`, exit 1 when an error
-passes its limit. With `--held-out`, price the steps that the model was not built on and print how its bands hold on
-sources that they do not know.
+passes its limit. With `--held-out`, price the steps that the model was not built on, leave out each source in turn, and
+print how many of its steps are within the band of the others.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def main() -> int:
     """Write page and rows, and print the page's summary; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.validation", description=__doc__)
     parser.add_argument("--check", action="store_true", help="exit 1 when an error passes its limit")
-    parser.add_argument("--held-out", action="store_true", help="print how bands hold on sources that are left out")
+    parser.add_argument("--held-out", action="store_true", help="print how bands hold for sources that are left out")
     options = parser.parse_args()
     unseen = held_out.held_out_rows()
     if options.held_out:

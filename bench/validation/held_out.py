@@ -1,7 +1,7 @@
-"""Published steps that the cost model was not built on, and whether bands hold on a source that they do not know.
+"""Published steps that the cost model was not built on, and whether bands hold for a source that is left out.
 
 `data/held_out.csv` has a row for each step. No constant, no term and no software's description was taken from them or
-changed after they had been compared; the sources were chosen by whether they say their plan, before any was priced.
+changed after they had been compared. Sources were chosen, before any was priced, by whether they state their plan.
 """
 
 from collections import defaultdict
@@ -62,17 +62,17 @@ _TEXT = """## Steps that the model was not built on
 Published steps priced as this runtime would run the plan that their publication names, on presets as they are with the
 nodes and links that it states; what it does not state of a machine is assumed to be as in the preset, also the capacity
 and clocks of its devices. None was seen while the model was built, and nothing was changed in the model after they had
-been compared: **these rows, and no others, give the bands of predicted steps.** Unseen they are to the model, not to
-its authors, who had read the papers; Llama 8B, 70B and 405B on H100 are in seen tables, too, with other software. None
-was run by Terrace, which no GPU has run yet.
+been compared: **these rows, and no others, give the bands of predicted steps.** They are unseen by the model, not
+by its authors, who had read the papers; Llama 8B, 70B and 405B on H100 are in seen tables, too, with other software.
+None was run by Terrace, which no GPU has run yet.
 
-**An error below zero promises a faster step than the program reached, and {late} of {steps} are.** What the programs
-do that this runtime does not is in no figure: kernels of their own, attention that is slower than the fastest kernel
-of the device, launches of uncompiled layers, flat parameters that are copied, allocators that are short of memory.
+**An error below zero promises a faster step than the program reached, and {late} of {steps} are.** Predictions
+leave out what the programs do and this runtime does not: kernels of their own, attention that is slower than the
+fastest kernel of the device, launches of uncompiled layers, copies of flat parameters, allocators short of memory.
 
-Steps of one program have its errors on every machine, so a **source is a program**: torchtitan, trainy and torchao all
-run torchtitan and count as one. Forks that changed how a step runs (of Megatron-LM: mt-nlg, gpt-neox) count apart,
-though they share an ancestor: independent the sources are not.
+A program's errors are correlated on every machine, so a **source is a program**: torchtitan, trainy and torchao all run
+torchtitan and count as one source. Forks that changed how a step runs (of Megatron-LM: mt-nlg, gpt-neox) count
+separately, although they share an ancestor, so sources are not independent.
 
 {sources}
 """
@@ -121,8 +121,8 @@ class Held(NamedTuple):
 def leave_one_out(rows: Sequence[Validated], software: str = OWN) -> list[Held]:
     """Leave one source out, for every generation and for all accelerators together ("all").
 
-    As `terrace.simulate.bands`: a generation with fewer than `FEWEST` other sources has the widest band of the others,
-    or their largest miss.
+    As in `terrace.simulate.bands`, a generation with fewer than `FEWEST` other sources has the widest band of
+    the others, or their largest miss.
     """
     known = [row for row in rows if row.is_step and not row.seen and row.software == software]
     known = [row for row in known if row.generation != CPU]
@@ -179,11 +179,11 @@ def section(rows: Iterable[Validated]) -> str:
     return "\n".join([*parts, _HELD, held_table(known), _ROWS, _rows_table(known)])
 
 
-_HELD = f"""Each source left out in turn, its steps held against the band of the others (`python -m bench.validation
---held-out`). A band promises {LEVEL:.0%}; a generation with fewer than {FEWEST} other sources has the widest band of
-all, and at least their largest miss. With {FEWEST} sources a band is the largest miss, so a single step sets it; how
-far bands hang on one source, the ranges show. One source says little about a generation: that of Blackwell ran on
-devices of limited power, and lies outside the band of the others.
+_HELD = f"""The table leaves each source out in turn and compares its steps with the band of the others (`python -m
+bench.validation --held-out`). A band promises {LEVEL:.0%}; a generation with fewer than {FEWEST} other sources has the
+widest band of all, and at least their largest miss. With {FEWEST} sources a band is the largest miss, so a single step
+sets it. The ranges show how much bands depend on one source. One source says little about a generation: that of
+Blackwell ran on devices of limited power, and all its steps are outside the band of the others.
 """
 
 _ROWS = "The steps:\n"

@@ -40,12 +40,12 @@ Cells = Mapping[str, str]
 
 _TEXT = """## Bands of predicted figures
 
-Commands show a predicted step with a band, `1.23 s +-30 %`. It is taken from steps that the model was not built on,
-pooled over their sources (programs), each of which counts as one whatever its number of rows: of steps of a source
-that nobody has seen, {level:.0%} miss by less, if it could as well have been one of these. A step misses by the
-larger of both figures over the smaller, less one. With k sources k / (k + 1) is the most that can be promised, and
-that by the largest miss alone, so a generation with fewer than {fewest} has the widest band of all, and at least the
-largest miss of its own
+Commands show a predicted step with a band, `1.23 s +-30 %`. It is taken from steps that the model was not built on.
+Their sources (programs) have the same weight, whatever their numbers of rows. Of the steps of a new source, {level:.0%}
+miss by less than the band, if that source could as well have been one of these. The miss of a step is the larger of
+both figures divided by the smaller, minus one. From k sources a band can promise at most k / (k + 1), and for that it
+must be their largest miss, so a generation with fewer than {fewest} sources has the widest band of all, and at least
+the largest miss of its own
 ([planning.md](planning.md#how-sure-a-prediction-is)). Bands of probed CPUs are from runs of this project ([on a slow
 link](benchmarks/slow-predictions.md), [on probed machines](probing.md#errors-of-predictions)). Memory has no band:
 nobody published it beside these steps.
@@ -56,8 +56,8 @@ their software was described for them. They give no band and are no evidence for
 """
 
 _TIES = """Plans of one search share most of their errors. Their relative error is taken from {pairs} pairs of unseen
-rows of one machine, model and sequence, with at most twice as many devices: 80 % of them are off each other by less
-than {off:.1%}. Plans whose predicted steps are closer than {tie:.1%} tie: more would let a plan come first that is
+rows of one machine, model and sequence, with at most twice as many devices: 80 % of the pairs differ by less than
+{off:.1%}. Plans whose predicted steps are closer than {tie:.1%} tie: more would let a plan come first that is
 predicted to be much slower.
 """
 
@@ -68,7 +68,7 @@ class _Setting(NamedTuple):
     axes: tuple[str, ...] = ()  # beside data
     task: str = ""  # rows of one machine, model and sequence
     kind: str = STEP
-    software: str = ""  # as which the table prices them
+    software: str = ""  # that the table prices the step as
 
 
 def _megatron(cells: Cells) -> _Setting:

@@ -125,8 +125,8 @@ class Rent(Line):
     run = "terrace.cli.rent:run"
     takes_keys = False
     description = (
-        "Price the training of a model on machines that can be rented: a row for each offer and size with its step, "
-        "days, cost and energy, under the plan that terrace plan finds there. Nothing is run."
+        "Predict what it costs to train a model on machines that can be rented: for each offer and size the step, "
+        "days, cost and energy under the plan that terrace plan finds there. Nothing is run."
     )
     offers: Path | None = option("FILE", "TOML file of offers: clusters, sizes, prices, limits of days and money")
     model: str | None = option("PATH", "Hugging Face config.json, or its folder")
@@ -135,7 +135,7 @@ class Rent(Line):
     sequence: int | None = option("S", "tokens a sequence")
     axes: str = option("LIST", "axes to search, e.g. data,tensor, or all (default: all)", "all")
     limit: int = option("N", f"plans to play at most for a row (default: {MOST_PLAYED})", MOST_PLAYED)
-    page: str | None = option("FILE", "write a self-contained HTML page with costs over days")
+    page: str | None = option("FILE", "write a self-contained HTML page with a chart of cost against days")
     force: bool = flag("replace the --page file if it is there")
 
 

@@ -1,4 +1,4 @@
-"""`terrace rent`: what training a model costs on machines that can be rented, a row for each offer and size."""
+"""`terrace rent`: what it costs to train a model on machines that can be rented, by offer and size."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 def _machines(offers: Offers, training: _Training) -> Iterator[tuple[Offer, Cluster, Task]]:
     """Each offer with its cluster and the task at each size.
 
-    Raises `ConfigError` for one that is no cluster, or on which nothing can be trained whatever its plan.
+    Raises `ConfigError` for an offer whose cluster is invalid, or on which no plan can train the model.
     """
     for number, offer in enumerate(offers.offers, start=1):
         try:

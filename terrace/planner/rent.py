@@ -19,26 +19,26 @@ _MOST_OFFERS, _MOST_SIZES, _MOST = 100, 50, 1e12
 class Offer:
     """Machines on offer, an item of `[[offers]]`.
 
-    `nodes` are the numbers of members of the cluster's outermost tier that can be had. Limits are those of this offer
-    alone; a row beyond one is shown and never recommended.
+    `nodes` are the sizes of the cluster's outermost tier on offer. `days` is a limit of this offer alone; a row
+    beyond it is shown and never recommended.
     """
 
     cluster: str  # preset or TOML file
     price: float  # of one device for one hour
     name: str = ""  # "": the cluster's
     nodes: tuple[int, ...] = ()  # none: as the cluster's file says
-    days: float = math.inf  # the machines can be had for so long
+    days: float = math.inf  # for how many the machines are on offer
     keys: Mapping[str, Any] = field(default_factory=dict)  # figures of the cluster that differ, as --cluster.key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offers:
-    """A file of offers. Raises `ConfigError` for a price, a size or a limit that nothing can have."""
+    """A file of offers. Raises `ConfigError` for a price, a size or a limit out of range."""
 
     offers: tuple[Offer, ...]
     currency: str = ""
-    days: float = math.inf  # the training must end within so many
-    money: float = math.inf  # and cost no more
+    days: float = math.inf  # limit of the training's days
+    money: float = math.inf  # limit of its cost, in `currency`
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.offers) <= _MOST_OFFERS:
@@ -48,12 +48,17 @@ class Offers:
         for number, offer in enumerate(self.offers, start=1):
             where = f"offers, item {number}"
             if not 0 < offer.price <= _MOST:
-                raise ConfigError(f"{where}: price = {offer.price:g} must be positive: give that of one device-hour")
+                raise ConfigError(
+                    f"{where}: price = {offer.price:g} must be positive and at most {_MOST:g}: give "
+                    "that of one device-hour"
+                )
             _check_limit(f"{where}: days", offer.days)
             if len(offer.nodes) > _MOST_SIZES or len(set(offer.nodes)) < len(offer.nodes):
-                raise ConfigError(f"{where}: nodes must be at most {_MOST_SIZES} different numbers")
+                raise ConfigError(
+                    f"{where}: nodes has {len(offer.nodes)} items: give at most {_MOST_SIZES}, and each size once"
+                )
             if any(size < 1 for size in offer.nodes):
-                raise ConfigError(f"{where}: nodes = {list(offer.nodes)}: a cluster has at least 1")
+                raise ConfigError(f"{where}: nodes = {list(offer.nodes)}: each size must be at least 1")
 
 
 def _check_limit(name: str, value: float) -> None:

@@ -14,7 +14,7 @@ from terrace.report.table import Table
 from terrace.report.training_cost import duration
 from terrace.simulate.bands import percent
 
-_BEYOND = {"days": "over the days", "offer": "over the offer's days", "money": "over the money"}
+_BEYOND = {"days": "over the day limit", "offer": "over the offer's days", "money": "over the cost limit"}
 _LEFT = ("offer", "remark")
 # Keys of the palette that differ on light and on dark paper; further offers begin anew.
 _COLOURS = ("forward", "gather", "update", "reduce", "sync", "gather_backward", "refresh", "backward")
@@ -43,7 +43,7 @@ def market_table(market: Market) -> Table:
 
 
 def remark(market: Market, row: Rented) -> str:
-    """What a row is among the others."""
+    """Why a row is chosen, or what excludes it: its limit, cheapest, soonest, frontier, tie."""
     if beyond := market.excess(row):
         return _BEYOND[beyond]
     best = {"cheapest": market.cheapest, "soonest": market.soonest}
@@ -136,7 +136,7 @@ def market_chart(market: Market) -> str:
     parts.append("</svg>")
     caption = (
         "Both axes are logarithmic. A dot is an offer at one size, with its number of nodes; the stroke through it is "
-        "the band of the prediction. The line joins the ringed ones, which no other beats in both cost and time; "
+        "the band of the prediction. The line joins the ringed dots, which no other beats in both cost and time; "
         "dashed lines are limits, and faint dots are beyond one."
     )
     return figure("".join(parts), legend([(name, f"--c-{colours[name]}", "") for name in names]), caption)

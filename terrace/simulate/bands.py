@@ -6,21 +6,21 @@ devices, source, and error. `python -m bench.validation` writes it; tests/bench/
 docs. Rows that were seen while the model was built (`seen`) give no band.
 
 The miss of a row is the ratio of the larger to the smaller figure, minus one, so one band serves seconds and rates.
-Rows of one program share its errors on every machine, so a **source** is a program, whatever published it, and the unit
-that is exchanged with the next one: with k sources whose misses have the distributions F_1 .. F_k, the band is the
+Errors of one program are correlated on every machine, so a **source** is a program, whoever published its steps, and
+exchangeability is assumed of sources. With k sources whose misses have the distributions F_1 .. F_k, the band is the
 least b with
 
     (F_1(b) + ... + F_k(b)) / (k + 1) >= LEVEL
 
-A step of a source that nobody has seen lies within it with at least that probability, if sources are exchangeable
-(pooled distributions of a two-layer hierarchy: Dunn, Wasserman and Ramdas 1809.07441, section 3.1). No b satisfies this
-with fewer than `FEWEST` sources: k of them can promise k / (k + 1), and that only for the largest miss. `band_of`
-takes the sources of the device's generation if they are that many. Otherwise it is the widest band of a generation or
-of all accelerators together, and at least the largest miss of the generation's own sources, so that fewer witnesses do
-not make it narrower. A probed CPU has runs of this project alone, and its band says what they can promise.
+A step of a new source lies within it with at least that probability, if sources are exchangeable (pooled distributions
+of a two-layer hierarchy: Dunn, Wasserman and Ramdas 1809.07441, section 3.1). No b satisfies this with fewer than
+`FEWEST` sources: k of them can promise at most k / (k + 1), for a band of their largest miss. `band_of` takes the
+sources of the device's generation if they are that many. Otherwise it takes the widest band of a generation or of all
+accelerators together, and at least the largest miss of the generation's own sources, so that fewer sources do not make
+the band narrower. A probed CPU has runs of this project alone, and its band has the level that they can promise.
 
 Sources are not independent (programs share kernels, libraries and ancestors), and errors have a bias: nearly all
-published steps took longer than predicted. A band is symmetric nevertheless, and its words count them.
+published steps took longer than predicted. A band is symmetric nevertheless, and its words give their number.
 
 Two plans of one search share most of their errors: clocks, kernels, links. Their *relative* error is the ratio of
 their errors. Among pairs of unseen rows of one task (machine, model and sequence) whose numbers of devices differ by at
@@ -164,12 +164,15 @@ def _band(generation: str, software: str) -> Band:
     here = by_source(row for row in rows if generation and row.generation == generation)
     if generation == CPU:
         level = promised(len(here))
-        words = f"{percent(level)} of steps elsewhere miss by less ({len(here)} sets of runs of Terrace on probed CPUs)"
+        words = (
+            f"{percent(level)} of steps on other machines miss by less ({len(here)} sets of runs of Terrace on probed "
+            "CPUs)"
+        )
         return Band(share=pooled_quantile(here, level), words=words)
     if len(here) >= FEWEST:
         words = (
             f"{percent(LEVEL)} of steps of software and machines not seen before miss by less ({len(here)} published "
-            f"sources on {generation}, {_late(rows)}; no GPU has run Terrace yet)"
+            f"sources on {generation}; {_late(rows)}; no GPU has run Terrace yet)"
         )
         return Band(share=pooled_quantile(here, LEVEL), words=words)
     return _widest(rows, f"{counted(len(here), 'published source')} on {generation or 'this device'}", here)
@@ -185,17 +188,17 @@ def _widest(rows: Sequence[Validated], why: str, own: Sequence[Sequence[float]] 
     share, num_sources = widest_quantile(rows)
     level = percent(promised(num_sources))
     words = (
-        f"{why}, so it is the widest band, of {num_sources} sources on other GPUs: {level} of their steps miss by "
-        f"less, {_late(rows)}"
+        f"{why}, so the band is the widest of other GPUs, of {num_sources} sources: {level} of their steps miss by "
+        f"less; {_late(rows)}"
     )
     if largest(own) > share:
-        words = f"{why}, and it is their largest miss, which is above the widest band of other GPUs; {_late(rows)}"
+        words = f"{why}, and the band is their largest miss, which is above the widest of other GPUs; {_late(rows)}"
     return Band(share=max(share, largest(own)), words=words)
 
 
 def _late(rows: Sequence[Validated]) -> str:
     known = [row for row in rows if row.generation != CPU]
-    return f"{sum(row.error < 0 for row in known)} of all {len(known)} took longer than predicted"
+    return f"{sum(row.error < 0 for row in known)} of all {len(known)} published steps took longer than predicted"
 
 
 def largest(sources: Sequence[Sequence[float]]) -> float:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
 
 _STAT = Path("/proc/stat")
-# Of the cores. On two of them a program with this share takes a fifth of one, every step waits for the rank there, and
-# a fifth is the limit of a predicted step.
+# Share of all cores. On a machine with two, this is a fifth of one core; every step waits for the rank on that core,
+# and a verdict allows an error of a fifth.
 _MOST = 0.1
 MEASURING, STEPPING = "while the machine was measured", "while steps were timed"
 _OF_PROGRAMS = (1, 2, 3, 8)  # columns: user, nice, system, and stolen by other machines on the same hardware

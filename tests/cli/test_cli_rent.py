@@ -75,7 +75,7 @@ def test_goodput_makes_days_longer_and_spares_are_paid(here: Planning) -> None:
 def test_a_limit_is_kept(here: Planning) -> None:
     code, out, _ = rent(here, days="1e-9")
     assert code == 0
-    assert out.count("over the days") == 3
+    assert out.count("over the day limit") == 3
     assert "no offer is within 1e-09 days" in " ".join(out.split())
 
 

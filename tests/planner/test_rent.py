@@ -73,7 +73,10 @@ def test_costs_tie_within_the_bands_of_two_offers_and_the_tie_of_one() -> None:
         (lambda: Offers(offers=(replace(ONE, price=0.0),)), "item 1: price = 0 must be positive"),
         (lambda: Offers(offers=(replace(ONE, price=math.nan),)), "price = nan must be positive"),
         (lambda: Offers(offers=(ONE, replace(ONE, nodes=(4, 0)))), "item 2: nodes = [4, 0]"),
-        (lambda: Offers(offers=(replace(ONE, nodes=(4, 4)),)), "different numbers"),
+        (
+            lambda: Offers(offers=(replace(ONE, nodes=(4, 4)),)),
+            "item 1: nodes has 2 items: give at most 50, and each size once",
+        ),
         (lambda: Offers(offers=(ONE,), days=-1.0), "days = -1 must be positive"),
         (lambda: Offers(offers=(replace(ONE, days=0.0),)), "item 1: days = 0 must be positive"),
     ],

@@ -81,7 +81,7 @@ def test_a_source_counts_once_whatever_its_number_of_rows(monkeypatch: pytest.Mo
     assert band_of(a100(), preset("zero1", a100())).share == pytest.approx(0.35)
 
 
-def test_fewer_witnesses_never_make_a_band_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_sources_never_make_a_band_narrower(monkeypatch: pytest.MonkeyPatch) -> None:
     """With three sources of its own a generation has the widest band of all others, however well they agree."""
     others = of_sources(0.1, 0.2, 0.5, 0.6, 0.6, generation="Hopper")
     ampere = [row(0.02, source=name) for name in "abcd"]
@@ -95,14 +95,14 @@ def test_fewer_witnesses_never_make_a_band_narrower(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_generation_with_few_sources_has_at_least_their_largest_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A band that its only witness contradicts would promise what is known to be false."""
+    """A band that its only source contradicts would promise what is known to be false."""
     others = of_sources(0.1, 0.2, 0.5, 0.6, 0.6, generation="Hopper")
     given(monkeypatch, *others, row(-0.5, source="one"), row(-0.1, source="one"), row(0.3, source="two"))
     found = band_of(a100(), preset("zero1", a100()))
     assert found.share == pytest.approx(1.0)
     assert found.words == (
-        "2 published sources on Ampere, and it is their largest miss, which is above the widest band of other GPUs; "
-        "2 of all 8 took longer than predicted"
+        "2 published sources on Ampere, and the band is their largest miss, which is above the widest of other GPUs; "
+        "2 of all 8 published steps took longer than predicted"
     )
 
 
@@ -114,8 +114,8 @@ def test_seen_rows_and_rows_of_other_software_give_no_band(monkeypatch: pytest.M
     found = band_of(a100(), preset("zero1", a100()))
     assert found.share == pytest.approx(0.3)
     assert found.words == (
-        "80 % of steps of software and machines not seen before miss by less (4 published sources on Ampere, 0 of "
-        "all 4 took longer than predicted; no GPU has run Terrace yet)"
+        "80 % of steps of software and machines not seen before miss by less (4 published sources on Ampere; 0 of "
+        "all 4 published steps took longer than predicted; no GPU has run Terrace yet)"
     )
     assert str(found) == "+-30 %"
 
@@ -148,7 +148,9 @@ def test_what_no_row_is_like_has_the_widest_band(monkeypatch: pytest.MonkeyPatch
     given(monkeypatch, *of_sources(0.1, 0.1, 0.1, 0.1), *of_sources(0.4, 0.4, 0.4, 0.4, generation="Hopper"))
     found = widest_band("an iteration")
     assert found.share == pytest.approx(0.4)
-    assert found.words.startswith("no validated step is like it (an iteration), so it is the widest band")
+    assert found.words.startswith(
+        "no validated step is like it (an iteration), so the band is the widest of other GPUs"
+    )
 
 
 def test_axes_are_named_in_their_order() -> None:
@@ -163,7 +165,7 @@ def test_a_cpu_has_rows_only_where_it_was_probed() -> None:
     assert "0 published sources on this device" in band_of(cluster, plan).words
     probed = replace(cluster, device=replace(cluster.device, marks={"peak_flops_per_s.bf16": "measured"}))
     assert re.fullmatch(
-        r"75 % of steps elsewhere miss by less \(3 sets of runs of Terrace on probed CPUs\)",
+        r"75 % of steps on other machines miss by less \(3 sets of runs of Terrace on probed CPUs\)",
         band_of(probed, plan).words,
     )
 
