@@ -86,7 +86,7 @@ class Cluster:
     failures: Failures = field(default=NO_FAILURES, metadata={"absent": NO_FAILURES})  # how often its parts fail
     # Number of devices of the whole cluster, if this is a part of one: they wait for each other. 0: not a part.
     around: int = field(default=0, metadata={"key": False})
-    # Memory of the device that the file names, if a member's is less: it counts again where that member is gone
+    # Memory of the device in the file, if a member has less: it holds again for a part without that member
     own_memory_bytes: float = field(default=0.0, compare=False, metadata={"key": False})
 
     def __post_init__(self) -> None:

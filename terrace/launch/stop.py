@@ -134,8 +134,8 @@ class Vote:
     """Agreement of all ranks on the step after which they stop. Each rank calls `after` at every step.
 
     With islands, `interval` is the number of steps between exchanges of two fragments, and `delay` the number of steps
-    that an exchange may take. Without islands ranks meet in every step. Unless it `asks_outside`, the process that
-    started the ranks is not heard.
+    that an exchange may take. Without islands ranks meet in every step. Without `asks_outside` a stop by the
+    process that started the ranks is ignored.
     """
 
     def __init__(

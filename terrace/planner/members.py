@@ -114,7 +114,7 @@ def _dealt(task: Task, plan: Plan, estimate: Estimate, even_s: float) -> Deal:
 def dealt_anew(step: Step) -> tuple[tuple[int, ...], float, float]:
     """The best shares of as many micro-batches as a step with shares has, on the members of its cluster.
 
-    Returns them, the seconds of the step with its own, and with these.
+    Returns these shares, and the predicted seconds of the step with its own shares and with these.
     """
     shares = least_shares(sum(step.plan.shares), _of_members(step))
     dealt = replace(step, plan=replace(step.plan, shares=shares), num_micros=max(shares))
@@ -122,7 +122,7 @@ def dealt_anew(step: Step) -> tuple[tuple[int, ...], float, float]:
 
 
 def _staged(task: Task, plan: Plan, estimate: Estimate, formats: Formats) -> Deal:
-    """A pipeline of unequal members: its order, its blocks by their speeds, formats by their links."""
+    """A pipeline of unequal members: their order, blocks by their speeds, formats by their links."""
     even = predict_step(step_of(task, plan))
     found = best_pipeline(task, plan, formats)
     return Deal(

@@ -113,9 +113,8 @@ def control_message(
 ) -> Message:
     """Message of CLIP: on each tier a rank sends all its numbers to every peer and sums those it receives.
 
-    With `numbers` that of another op, which has so many.
-
-    With `inside` it stays inside an island.
+    `numbers` is how many another op sends, such as AGREE; 0: those of CLIP. With `inside` the message stays inside an
+    island.
     """
     crossed = world_layout.inside if inside else range(len(world_layout.tiers))
     tiers = tuple(tier for tier in crossed if world_layout.degrees[tier] > 1)

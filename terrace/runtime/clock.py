@@ -52,7 +52,7 @@ class _NoClock(Clock):
         return {}
 
 
-NO_CLOCK: Clock = _NoClock()  # of work on a lane, which takes no time of the step's
+NO_CLOCK: Clock = _NoClock()  # for work on a lane, which is no part of the step's own time
 
 
 class HostClock(Clock):

@@ -164,7 +164,7 @@ class ModelState:
 
 
 def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
-    """Raise `PlanError` if plan and settings name different optimizers, or its order of updates does not clip."""
+    """Raise `PlanError` if plan and settings name different optimizers, or updates in the backward would be clipped."""
     check_clip(plan, settings.clip)
     if plan.update != settings.update:
         raise PlanError(

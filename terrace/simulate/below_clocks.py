@@ -125,12 +125,12 @@ class BelowClocks:
             self.wait(ahead.popleft(), WAIT)
 
     def agree(self, event: Event) -> None:
-        """AGREE waits for the gradient of its block, and sends what its update on the host's cores waits for."""
+        """AGREE waits for its block's gradient; the block's update on the host's cores waits for the sums of AGREE."""
         self.settle_gradients()
         self.agreed[event.block] = self.issue(event, START)
 
     def update_on_host(self, event: Event) -> None:
-        """UPDATE on the host's cores, behind which computing goes on."""
+        """Start UPDATE on the host's cores; the device computes on."""
         self.wait_updated()
         self.updates[event.block] = self.run_on_cores(event)
 

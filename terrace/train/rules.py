@@ -181,13 +181,13 @@ def check_elastic(run: RunConfig) -> None:
             "cross the slow link: shard them over the island (zero1, zero3, three-level)"
         )
     if run.plan.keep.is_below:
-        raise PlanError(f"{here}, whose states are on the device: leave plan.keep out")
+        raise PlanError(f"{here}, whose states must be on the device: leave plan.keep out")
     if MessageClass.OUTER.value in run.plan.wire:
         raise PlanError(f"{here}, whose exchanges are in plan.sums: leave plan.wire.outer out")
     if run.train.objective == DISTILL or run.on_pairs:
         raise ConfigError(f'{here}, and train.objective = "{run.train.objective}" is not implemented for them')
     if run.train.peer_copies:
-        raise ConfigError(f"{here}, which the others heal: leave train.peer_copies out")
+        raise ConfigError(f"{here}, and other islands have the copies: leave train.peer_copies out")
     if run.train.checkpoint_every == AUTO:
         raise ConfigError(f'train.checkpoint_every = "{AUTO}" is not implemented for a roster: give a number of steps')
     if run.balance is not None and (run.balance.bias or run.balance.step):

@@ -190,7 +190,7 @@ class Passages:
     """The groups of one flat buffer that are kept below the device, by name; pieces have `size` elements.
 
     `params` and `grads` hold the working copy and the accumulated gradient if these are kept below; else none. If the
-    host's cores update, `on_host` has what makes their update of a gradient (n).
+    host's cores update, `on_host` has the function that makes the update of a slice from its gradient (n).
     """
 
     def __init__(
