@@ -61,7 +61,7 @@ MEANINGS = {
     "--out": r"^(plan|page|cluster file) to write",
     "--outer": r"synchronise the outermost tier",
     "--paced": r"build no network",
-    "--page": r"HTML page (of the step|with costs)",
+    "--page": r"HTML page (of the step|with costs|with a chart of cost)",
     "--parts": r"cut each copy",
     "--per-token": r"copies that a token passes",
     "--picture": r"write .*a picture",
