@@ -210,10 +210,12 @@ class Replay(Line):
     description = (
         "Load the newest whole checkpoint of a run before a step, or its initial values, train on to it with the same "
         "data, and run it: print the loss and the gradient norm of the step, and of each rank, micro-batch and block, "
-        "and the first result that is inf or nan. The run folder is only read."
+        "and the first result that is inf or nan. Without a step: repeat all exchanges of a roster of islands in one "
+        "process, from its log, and compare losses and checkpoints. Run folders are only read."
     )
-    folder: Path = word("RUN", "run folder")
-    step: int = option("N", "the step, counted from 1", required=True)
+    folder: Path = word("RUN", "run folder; or of a roster a folder with its log and the run folders of its islands")
+    step: int | None = option("N", "the step, counted from 1")
+    log: Path | None = option("FILE", "log of terrace meet (default: roster.jsonl in RUN)")
 
 
 class ModelLine(Line):

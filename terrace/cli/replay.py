@@ -1,4 +1,7 @@
-"""`terrace replay RUN --step N`: repeats a step of a run and inspects every block's results. RUN is only read."""
+"""`terrace replay RUN --step N`: repeats a step of a run and inspects every block's results. RUN is only read.
+
+`terrace replay RUN` repeats a roster of islands from its log (terrace.cli.replay_roster).
+"""
 
 import argparse
 import math
@@ -13,7 +16,13 @@ from terrace.train.runs import read_trained
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Prints the table of a step; returns 0."""
+    """Prints the table of a step; returns 0. Without a step: as `replay_roster`."""
+    if options.step is None:
+        from terrace.cli.replay_roster import replay_roster
+
+        return replay_roster(options.folder, options.log)
+    if options.log is not None:
+        raise ConfigError("--log is of a roster, all of whose exchanges are repeated: leave --step out")
     config = read_trained(options.folder, "which draws anew: replay takes a run of terrace train", teaches=True)
     if not 1 <= options.step <= config.train.steps:
         raise ConfigError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")

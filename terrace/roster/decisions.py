@@ -51,6 +51,7 @@ class Report:
     `version` is that of its outer parameters (-1: none), `window` the window in hand (-1: none). `is_ready`: that
     window is trained, on `tokens` tokens. `holds` is the attempt whose sums it has. `failed` is an attempt that failed
     here because it did not reach the islands `blames`. `leaves`: it leaves the roster after its next exchange.
+    `trained` is the last window that its process has trained (-1: none).
     """
 
     island: str
@@ -66,6 +67,7 @@ class Report:
     failed: Attempt = NO_ATTEMPT
     blames: tuple[str, ...] = ()
     leaves: bool = False
+    trained: int = -1
 
     def __hash__(self) -> int:
         return hash((self.token, self.version, self.window, self.is_ready, self.holds, self.failed))
@@ -153,7 +155,13 @@ def arrival(roster: Roster, contacts: Contacts, report: Report, now_s: float) ->
     if not roster.num_open_windows and roster.terms is not None:
         return (), Reply(refused="all steps of the run are dealt: nothing is left to train")
     version = 0 if report.version == 0 and not roster.exchange else -1
-    new = Joined(island=report.island, token=report.token, addresses=report.addresses, version=version)
+    new = Joined(
+        island=report.island,
+        token=report.token,
+        addresses=report.addresses,
+        version=version,
+        trained=report.trained,
+    )
     return (*opening, new), None
 
 
@@ -162,12 +170,14 @@ def differing(roster: Roster, report: Report) -> str:
     if report.terms != roster.terms:
         return f"island {report.island!r} has other terms, {report.terms}, than the roster, {roster.terms}: {_SAME}"
     known = dict(roster.facts)
-    other = sorted(name for name in {*known, *report.facts} if known.get(name) != report.facts.get(name))
+    other = [name for name in {*known, *report.facts} if known.get(name) != report.facts.get(name)]
+    other.sort(key=lambda name: (name == INITIAL_VALUE, name))  # which follows from others, such as the seed
     if other:
         return f"island {report.island!r} has another {other[0]} than the islands of the roster: {_SAME}"
     return ""
 
 
+INITIAL_VALUE = "initial value"  # the fact that is a checksum of the initial parameters
 _SAME = "start it with the command of the others, or start another roster for it (terrace meet)"
 
 

@@ -60,12 +60,17 @@ class Opened:
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """A process takes part as an island. `version` is 0 if it holds the initial values, and -1 if it must be healed."""
+    """A process takes part as an island. `version` is 0 if it holds the initial values, and -1 if it must be healed.
+
+    `trained` is the last window that this process has trained (-1: none): it was counted as lost meanwhile, and its own
+    optimizer goes on from there.
+    """
 
     island: str
     token: str  # identifies this process
     addresses: tuple[str, ...]  # of its ranks
     version: int
+    trained: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from terrace.base.errors import TerraceError, TrainingError
 from terrace.base.schema import load
 from terrace.launch.seal import Seal
+from terrace.roster.decisions import INITIAL_VALUE
 from terrace.roster.entries import Attempted, Dealt, Terms
 from terrace.roster.links import LinkError, Links, Listener, own_address
 from terrace.roster.reporter import Reporter
@@ -102,7 +103,7 @@ class Island:
         self._reporters: list[Reporter] = []  # on the first rank
         if ranks.rank == 0:
             addresses = tuple(str(each["address"]) for each in of_all)
-            facts = {**facts, "initial value": f"{sum(each['digest'] for each in of_all)}"}
+            facts = {**facts, INITIAL_VALUE: f"{sum(each['digest'] for each in of_all)}"}
             self._reporters = [Reporter(self.name, where, seal, terms, facts, addresses, lost_s=lost_s, say=say)]
 
     def join(self) -> Dealt | None:

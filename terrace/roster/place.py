@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 
-from terrace.base.errors import ConfigError, TerraceError
+from terrace.base.errors import ConfigError, TerraceError, TrainingError
 from terrace.base.schema import load
+from terrace.base.words import counted
 from terrace.launch.seal import Seal
 from terrace.roster.decisions import Contact, Reply, Report, arrival, cut, reply, restarted, settled, with_report
 from terrace.roster.entries import Attempted, Dealt, Entry, Finished, Gone, Joined, entry_of, line_of
@@ -27,6 +29,7 @@ _BACKLOG = 256
 _SILENT_S = 600.0  # a connection without a line is closed
 _PROVE_S = 10.0  # until its first line, since islands report as soon as they are connected
 _MOST_STRANGERS = 64  # connections without a sealed line yet, each of which may hold one line in memory
+_SAY_AGAIN_S = 60.0  # between two lines on refused connections
 _ENDING_S = 5.0  # in which islands ask once more after the end
 
 
@@ -40,7 +43,8 @@ class Log:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b")
+            # Without a buffer, which would write lines of a failed write again.
+            self._file = path.open("a+b", buffering=0)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; name another --log") from error
         try:
@@ -52,7 +56,7 @@ class Log:
 
     def _read(self) -> list[Entry]:
         self._file.seek(0)
-        whole = self._file.read()
+        whole = self._file.readall()
         # A process that was killed may have left the beginning of a line, which no island has received.
         kept, _, rest = whole.rpartition(b"\n")
         if rest:
@@ -61,11 +65,26 @@ class Log:
         return [entry_of(line, f"{self.path}, line {number}") for number, line in enumerate(lines, 1)]
 
     def write(self, entries: tuple[Entry, ...]) -> None:
-        """Append entries; they are on the disk when this returns."""
-        if entries:
-            self._file.write("".join(f"{line_of(entry)}\n" for entry in entries).encode())
-            self._file.flush()
-            os.fsync(self._file.fileno())
+        """Append entries; they are on the disk when this returns.
+
+        Raises `TrainingError` if they cannot be written: the log may then have some of them, so nothing more can be
+        decided before it is read again.
+        """
+        data = memoryview("".join(f"{line_of(entry)}\n" for entry in entries).encode())
+        try:
+            begin = os.fstat(self._file.fileno()).st_size
+            try:
+                while data:
+                    data = data[self._file.write(data) :]
+                os.fsync(self._file.fileno())
+            except OSError:
+                self._file.truncate(begin)
+                raise
+        except OSError as error:
+            raise TrainingError(
+                f"cannot write {self.path}: {error.strerror}; make room, then start terrace meet again at this port "
+                "with this --log: islands wait for it"
+            ) from error
 
     def close(self) -> None:
         self._file.close()
@@ -98,6 +117,8 @@ class Place:
         self._talks: set[Talk] = set()
         self._strangers: dict[socket.socket, None] = {}  # the oldest first
         self._is_closed = False
+        self._problems: list[TrainingError] = []  # with the log, which end this process
+        self._num_refused, self._said_s = 0, -inf
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
@@ -109,7 +130,10 @@ class Place:
             say(f"resumed from {log}: {len(self._log.entries)} decisions, {_members(self._roster)}")
 
     def serve(self, is_over: Callable[[], bool] = lambda: False) -> bool:
-        """Serve until the run is finished and all islands know it, or `is_over`. Returns whether it is finished."""
+        """Serve until the run is finished and all islands know it, or `is_over`. Returns whether it is finished.
+
+        Raises `TrainingError` if the log cannot be written.
+        """
         threading.Thread(target=self._accept, name="roster place", daemon=True).start()
         ended_s: float | None = None
         try:
@@ -136,10 +160,21 @@ class Place:
         with self._deciding:
             self._log.close()
 
+    def _refuse(self, address: str) -> None:
+        """Say that a connection was refused, at most once in a while."""
+        with self._deciding:
+            self._num_refused += 1
+            if time.monotonic() - self._said_s > _SAY_AGAIN_S:
+                self._say(
+                    f"refused {counted(self._num_refused, 'connection')} without the secret of the run, the last from "
+                    f"{address}: TERRACE_SECRET must be the same for terrace meet and all islands"
+                )
+                self._num_refused, self._said_s = 0, time.monotonic()
+
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                link, _ = self._listener.accept()
+                link, (address, *_) = self._listener.accept()
             # Closed, or out of files for a moment, or the other end has gone already: no reason to stop listening.
             except OSError:
                 time.sleep(_TICK_S)
@@ -150,9 +185,9 @@ class Place:
                 self._strangers.pop(oldest, None)
                 with suppress(OSError):
                     oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
-            threading.Thread(target=self._hold, args=(link,), name="roster island", daemon=True).start()
+            threading.Thread(target=self._hold, args=(link, address), name="roster island", daemon=True).start()
 
-    def _hold(self, link: socket.socket) -> None:
+    def _hold(self, link: socket.socket, address: str) -> None:
         last: Report | None = None
         talk: Talk | None = None
         try:
@@ -172,6 +207,8 @@ class Place:
                 self._talks.discard(talk)
                 talk.close()
             link.close()
+            if last is None and not self._is_closed:
+                self._refuse(address)
             # Unless this process itself closes the connection.
             if last is not None and not self._is_closed:
                 with self._deciding:
@@ -193,7 +230,13 @@ class Place:
         self._take(entries)
 
     def _take(self, entries: tuple[Entry, ...]) -> None:
-        self._log.write(entries)
+        for problem in self._problems:
+            raise problem
+        try:
+            self._log.write(entries)
+        except TrainingError as error:
+            self._problems.append(error)
+            raise
         for entry in entries:
             self._roster = after(self._roster, entry)
             if words := in_words(entry):

@@ -44,7 +44,7 @@ class Reporter:
     ) -> None:
         self.island, self.side, self._where, self._seal = island, Side(), where, seal
         self._lost_s, self._say = lost_s, say
-        self._tokens, self._leaves = 0, False
+        self._tokens, self._leaves, self._trained = 0, False, -1
         self.addresses: dict[str, tuple[str, ...]] = {}  # of the islands of the newest attempt
         self._terms, self._facts, self._addresses = terms, facts, addresses
         self._token = uuid.uuid4().hex
@@ -86,7 +86,7 @@ class Reporter:
         with self._talking:
             self._tokens, self._leaves = tokens, leaves
             if has_window:
-                self.side = self.side.trained()
+                self.side, self._trained = self.side.trained(), self.side.window
 
     def ended(self, key: Attempt, blames: tuple[str, ...], *, is_held: bool) -> None:
         """An attempt has ended: this island holds its sums, or did not reach the islands `blames`."""
@@ -148,6 +148,7 @@ class Reporter:
             failed=side.failed,
             blames=side.blames,
             leaves=self._leaves,
+            trained=self._trained,
         )
 
     def _drop(self) -> None:

@@ -23,9 +23,11 @@ from terrace.plan.outer import Outer
 from terrace.roster.entries import Attempted, Dealt, Terms
 from terrace.roster.island import Island, Ranks
 from terrace.roster.outer import RosterState
+from terrace.train.config import RunConfig
 from terrace.train.elastic_keys import address_of, default_name
 from terrace.train.facts import facts_of
 from terrace.train.hooks import Hook, StepDone
+from terrace.train.job import RunJob
 from terrace.train.micro_batches import MicroBatches, StepBatches
 
 if TYPE_CHECKING:
@@ -66,8 +68,8 @@ class Meeting(Alone):
             elastic.island or default_name(os.getpid()),
             address_of(elastic.meet),
             secret().within("roster"),
-            Terms(every=elastic.every, steps=run.train.steps, rounds=run.num_micros(), patience_s=elastic.patience_s),
-            _facts(rank),
+            terms_of(run),
+            island_facts(rank.job),
             self.state,
             ranks=Ranks(rank=rank.world.rank, gather=engine.comm.exchange),
             applied=self._applied,
@@ -138,12 +140,18 @@ class Meeting(Alone):
         )
 
 
-def _facts(rank: "RankOfRun") -> dict[str, str]:
+def terms_of(run: RunConfig) -> Terms:
+    """The terms of a run's roster."""
+    elastic = run.elastic
+    return Terms(every=elastic.every, steps=run.train.steps, rounds=run.num_micros(), patience_s=elastic.patience_s)
+
+
+def island_facts(job: RunJob) -> dict[str, str]:
     """Digests of all that must be the same on every island, by name."""
-    run = rank.run
+    run = job.run
     outer = run.elastic.outer
     found = {
-        **facts_of(rank.job, None),
+        **facts_of(job, None),
         "plan": dump(run.plan),
         "number of ranks": run.cluster.world_size,
         "optimizer": dump(run.optimizer),

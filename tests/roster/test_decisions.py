@@ -193,6 +193,8 @@ def test_an_island_that_leaves_goes_after_its_exchange() -> None:
     [
         ({"token": "another"}, "island 'b' is in the roster already"),
         ({"facts": {"model": "other"}, "island": "c"}, "another model than the islands of the roster"),
+        ({"facts": {"model": "m", "seed": "7", "initial value": "7"}, "island": "c"}, "another seed than"),
+        ({"facts": {"model": "m", "initial value": "7"}, "island": "c"}, "another initial value than"),
         ({"terms": replace(TERMS, every=5), "island": "c"}, "has other terms"),
     ],
 )

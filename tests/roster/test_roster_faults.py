@@ -1,15 +1,17 @@
 """Islands with real connections and a toy of a model: faults, and a replay of the log in one process."""
 
 import random
+import resource
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from terrace.roster.entries import Committed, Dealt, Gone, Terms
+from terrace.base.errors import TrainingError
+from terrace.roster.entries import Attempted, Committed, Dealt, Gone, Terms
 from terrace.roster.outer import healing_bytes, sums_bytes
-from terrace.roster.place import read_log
+from terrace.roster.place import Log, read_log
 from tests.support.nightly import nightly
 from tests.support.roster_islands import LR, MOMENTUM, NUMEL, Fault, Meeting, Ran, initial, run_all, run_island, trained
 from tests.support.roster_replay import Replayed, replayed
@@ -70,6 +72,11 @@ def test_survivors_of_a_fault_lose_no_step_and_wait_no_longer_than_patience(
     assert error is None or (kind == "kill" and "KilledError" in repr(error)), error
     lost = {name for name, _, _ in again.lost}
     assert lost == ({"b"} if kind in ("kill", "freeze") else set())
+    if kind == "slow":
+        # It misses exchanges, and one of those behind them takes all that it trained.
+        tries = [entry for entry in read_log(log) if isinstance(entry, Attempted)]
+        assert any("b" in entry.missed and entry.exchange == window for entry in tries)
+        assert any(entry.islands["b"].window == window < entry.exchange for entry in tries if "b" in entry.islands)
     for name in "ac":
         assert max(found[name].waits_s) <= TERMS.patience_s + 1.0
         dealt = [entry.window for entry in read_log(log) if isinstance(entry, Dealt) and name in entry.shares]
@@ -123,6 +130,23 @@ def test_the_meeting_place_may_die_and_come_back(tmp_path: Path) -> None:
     check(log, found, {"a", "b"})
     assert not [entry for entry in read_log(log) if isinstance(entry, Gone)]
     assert len(commits(log)) == 5
+
+
+def test_a_full_disk_ends_the_meeting_place_and_leaves_no_line_twice(tmp_path: Path) -> None:
+    log = Log(tmp_path / "roster.jsonl")
+    log.write((Committed(exchange=0, attempt=0),))
+    before, limits = log.path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = len(before) * 3 // 2  # for the first of two lines, but not for both
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(TrainingError, match=r"cannot write .*: File too large; make room, then start terrace meet"):
+            log.write((Committed(exchange=1, attempt=0), Committed(exchange=2, attempt=0)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert log.path.read_bytes() == before
+    log.write((Committed(exchange=1, attempt=0),))
+    log.close()
+    assert read_log(log.path) == [Committed(exchange=0, attempt=0), Committed(exchange=1, attempt=0)]
 
 
 def history(seed: int) -> tuple[dict[str, tuple[Fault, ...]], dict[str, float]]:

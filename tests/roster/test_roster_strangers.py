@@ -52,6 +52,22 @@ def test_a_stranger_is_not_answered_and_decides_nothing(place: Place, tmp_path: 
     assert own.receive()["deal"]["shares"] == {"a": 1}
 
 
+def test_refused_connections_are_told_once_in_a_while(tmp_path: Path) -> None:
+    said, over = list[str](), threading.Event()
+    place = Place("127.0.0.1", 0, OWN, tmp_path / "roster.jsonl", 1, said.append)
+    thread = threading.Thread(target=place.serve, args=(over.is_set,), daemon=True)
+    thread.start()
+    for _ in range(3):
+        talk = Talk(connected(place), OTHER, serves=False)
+        talk.send(asdict(REPORT))
+        with pytest.raises(ConfigError):
+            talk.receive()
+    over.set()
+    thread.join()
+    (line,) = said
+    assert line.startswith("refused 1 connection without the secret of the run, the last from 127.0.0.1")
+
+
 def test_a_line_counts_at_its_place_in_its_connection_alone(place: Place) -> None:
     link = connected(place)
     number = link.makefile("rb").readline().decode().strip()

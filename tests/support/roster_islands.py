@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -103,16 +104,52 @@ def initial() -> Vector:
     return np.cos(np.arange(NUMEL, dtype=np.float64))
 
 
-def run_island(name: str, port: int, terms: Terms, faults: tuple[Fault, ...] = (), pace_s: float = 0.0) -> Ran:
+class Model(Protocol):
+    """What an island trains. `slices` are its parameters, 1-D, which an exchange changes."""
+
+    facts: dict[str, str]
+    slices: list[torch.Tensor]
+
+    def train(self, name: str, deal: Dealt) -> int:
+        """A window; its tokens."""
+
+    def applied(self) -> None:
+        """After an exchange."""
+
+
+class Toy:
+    """The toy's parameters."""
+
+    def __init__(self) -> None:
+        self._values, self.facts = torch.from_numpy(initial()), {"model": "toy"}
+        self.slices = [self._values[:20], self._values[20:]]
+
+    def train(self, name: str, deal: Dealt) -> int:
+        new, tokens = trained(self._values.numpy().copy(), name, deal.first, deal.last, deal.shares)
+        self._values.copy_(torch.from_numpy(new))
+        return tokens
+
+    def applied(self) -> None:
+        """Nothing else follows from the parameters."""
+
+
+def run_island(
+    name: str,
+    port: int,
+    terms: Terms,
+    faults: tuple[Fault, ...] = (),
+    pace_s: float = 0.0,
+    make: Callable[[str], Model] = lambda name: Toy(),
+) -> Ran:
     """One island from joining to the end; called in a thread of its own."""
-    values = torch.from_numpy(initial())
+    model = make(name)
     outer = Outer(tier="roster", every=terms.every, lr=LR, momentum=MOMENTUM)
-    state = _Faulty(outer, [values[:20], values[20:]], torch.float64)
-    facts = {"model": "toy"}
-    island = Island(name, ("127.0.0.1", port), SEAL, terms, facts, state, lost_s=30.0)
-    ran = Ran(values.numpy())
+    state = _Faulty(outer, model.slices, torch.float64)
+    where = ("127.0.0.1", port)
+    island = Island(name, where, SEAL, terms, model.facts, state, lost_s=30.0, applied=lambda attempt: model.applied())
+    ran = Ran(state.anchor.numpy())
     try:
-        _run(island, state, ran, values, faults, pace_s)
+        _run(island, state, ran, model, faults, pace_s)
     except KilledError as error:
         ran.error = error
     except Exception as error:
@@ -123,14 +160,11 @@ def run_island(name: str, port: int, terms: Terms, faults: tuple[Fault, ...] = (
     return ran
 
 
-def _run(
-    island: Island, state: _Faulty, ran: Ran, values: torch.Tensor, faults: tuple[Fault, ...], pace_s: float
-) -> None:
+def _run(island: Island, state: _Faulty, ran: Ran, model: Model, faults: tuple[Fault, ...], pace_s: float) -> None:
     deal, number = island.join(), 0
     while deal is not None:
         ran.windows.append(deal)
-        new, tokens = trained(values.numpy().copy(), island.name, deal.first, deal.last, deal.shares)
-        values.copy_(torch.from_numpy(new))
+        tokens = model.train(island.name, deal)
         time.sleep(pace_s)
         now = [each for each in faults if each.window == number]
         for fault in now:
@@ -191,13 +225,14 @@ def run_all(
     late_s: dict[str, float],
     wait_for: int,
     pace_s: float,
+    make: Callable[[str], Model] = lambda name: Toy(),
 ) -> tuple[dict[str, Ran], Meeting]:
     """Run islands, named by `faults`; those in `late_s` come so many seconds later."""
     meeting, found = Meeting(log, wait_for), dict[str, Ran]()
 
     def run(name: str) -> None:
         time.sleep(late_s.get(name, 0.0))
-        found[name] = run_island(name, meeting.port, terms, faults[name], pace_s)
+        found[name] = run_island(name, meeting.port, terms, faults[name], pace_s, make)
 
     threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in faults]
     for thread in threads:

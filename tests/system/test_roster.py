@@ -82,6 +82,10 @@ def test_islands_with_unequal_shares_train_as_one_process(pool: LocalPool, tmp_p
             assert torch.equal(value, found[0][0][name])
         slices = num_slices(resolve(None, {}, {"elastic": {"meet": "h:1", "optimizer": "average"}}).elastic.outer)
         assert (without, beside) == (0, slices * numel * 8)
+    again = terrace("replay", islands, "--log", log, cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    # A loss and a norm of three steps of each island, and its last checkpoint.
+    assert "3 exchanges are those of the run: 21 figures and checkpoints of islands differ by at most" in again.stdout
 
 
 @contextmanager
@@ -124,6 +128,9 @@ def test_an_island_goes_and_the_other_trains_to_the_end(tmp_path: Path, ranks: i
     (gone,) = [entry for entry in read_log(log) if isinstance(entry, Gone)]
     assert (gone.first >= 0) == (end == signal.SIGKILL)
     assert folder_of(tmp_path / "a", 16).is_dir()
+    again = terrace("replay", tmp_path, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "8 exchanges are those of the run" in again.stdout
 
 
 @pytest.mark.parametrize(
@@ -156,6 +163,37 @@ def test_replicated_optimizer_states_would_cross_the_slow_link_more_than_once(tm
     write_run(tmp_path, 2, plan="ddp")
     ended = terrace("train", "--config", "run.toml", "--meet", "127.0.0.1:1", cwd=tmp_path)
     assert "shard them over the island" in ended.stderr
+
+
+def test_a_meeting_place_that_is_stopped_says_that_islands_wait(tmp_path: Path) -> None:
+    with started("meet", "127.0.0.1:0", cwd=tmp_path) as place:
+        assert place.stdout is not None
+        assert "meeting at port" in place.stdout.readline()
+        os.kill(place.pid, signal.SIGTERM)
+        _, words = place.communicate(timeout=60)
+    line = "terrace: ended by SIGTERM; roster.jsonl has every decision; islands wait for a meeting place at this port"
+    assert words == f"{line} with this --log\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["."], "is no run folder of an island, and has none"),
+        (["other"], "other/roster.jsonl is not there: name a step of this run"),
+        (["other", "--step", "1", "--log", "x"], "leave --step out"),
+        (["other", "--log", "empty"], "no island has joined"),
+    ],
+)
+def test_what_is_no_roster_is_not_replayed(tmp_path: Path, words: list[str], line: str) -> None:
+    write_run(tmp_path, 1, plan="ddp")
+    run = resolve(str(tmp_path / "run.toml"), {}, {"elastic": {"meet": "h:1", "island": "a"}})
+    (tmp_path / "empty").touch()
+    if "other" in words:
+        prepare(run, tmp_path / "other", None, say=lambda words: None)
+    ended = terrace("replay", *words, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert line in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
