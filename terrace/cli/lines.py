@@ -215,7 +215,7 @@ class Replay(Line):
     )
     folder: Path = word("RUN", "run folder; or of a roster a folder with its log and the run folders of its islands")
     step: int | None = option("N", "the step, counted from 1")
-    log: Path | None = option("FILE", "log of terrace meet (default: roster.jsonl in RUN)")
+    log: Path | None = option("FILE", "log of decisions of terrace meet (default: roster.jsonl in RUN)")
 
 
 class ModelLine(Line):

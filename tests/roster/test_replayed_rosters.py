@@ -23,9 +23,8 @@ from terrace.train.rank import RankOfRun
 from terrace.train.resolve import resolve
 from terrace.train.roster_replay import EXACT, Repeated, Written, replay_islands
 from terrace.train.schedule import learning_rate
-from tests.roster.test_roster_faults import history
 from tests.support.nightly import nightly
-from tests.support.roster_islands import LR, MOMENTUM, Fault, Ran, run_all
+from tests.support.roster_islands import LR, MOMENTUM, Fault, Ran, history, run_all
 from tests.support.tiny_runs import write_run
 
 

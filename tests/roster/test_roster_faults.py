@@ -1,6 +1,5 @@
 """Islands with real connections and a toy of a model: faults, and a replay of the log in one process."""
 
-import random
 import resource
 import threading
 from pathlib import Path
@@ -13,7 +12,19 @@ from terrace.roster.entries import Attempted, Committed, Dealt, Gone, Terms
 from terrace.roster.outer import healing_bytes, sums_bytes
 from terrace.roster.place import Log, read_log
 from tests.support.nightly import nightly
-from tests.support.roster_islands import LR, MOMENTUM, NUMEL, Fault, Meeting, Ran, initial, run_all, run_island, trained
+from tests.support.roster_islands import (
+    LR,
+    MOMENTUM,
+    NUMEL,
+    Fault,
+    Meeting,
+    Ran,
+    history,
+    initial,
+    run_all,
+    run_island,
+    trained,
+)
 from tests.support.roster_replay import Replayed, replayed
 
 TERMS = Terms(every=2, steps=10, rounds=6, patience_s=4.0)
@@ -147,22 +158,6 @@ def test_a_full_disk_ends_the_meeting_place_and_leaves_no_line_twice(tmp_path: P
     log.write((Committed(exchange=1, attempt=0),))
     log.close()
     assert read_log(log.path) == [Committed(exchange=0, attempt=0), Committed(exchange=1, attempt=0)]
-
-
-def history(seed: int) -> tuple[dict[str, tuple[Fault, ...]], dict[str, float]]:
-    """Faults of four islands, of which the first lives."""
-    draw = random.Random(seed)
-    faults: dict[str, tuple[Fault, ...]] = {"a": ()}
-    for name in "bcd":
-        kind = draw.choice(["kill", "freeze", "slow", "cut", "leave", "none"])
-        fault = Fault(
-            kind=kind,
-            window=draw.randrange(4),
-            in_exchange=kind == "cut" or (kind in ("kill", "freeze") and draw.random() < 0.5),
-            seconds=draw.choice([0.5, 5.0]),
-        )
-        faults[name] = () if kind == "none" else (fault,)
-    return faults, {name: draw.choice([0.0, 0.0, 0.6]) for name in "bcd"}
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(*range(1, 20))])

@@ -4,6 +4,7 @@ A fault is a death (all that the operating system would close is closed), a free
 while), a cut (other islands are not reached), or slowness.
 """
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -241,3 +242,19 @@ def run_all(
         thread.join(60.0)
         assert not thread.is_alive(), "an island has not ended"
     return found, meeting
+
+
+def history(seed: int) -> tuple[dict[str, tuple[Fault, ...]], dict[str, float]]:
+    """Faults of four islands, of which the first lives."""
+    draw = random.Random(seed)
+    faults: dict[str, tuple[Fault, ...]] = {"a": ()}
+    for name in "bcd":
+        kind = draw.choice(["kill", "freeze", "slow", "cut", "leave", "none"])
+        fault = Fault(
+            kind=kind,
+            window=draw.randrange(4),
+            in_exchange=kind == "cut" or (kind in ("kill", "freeze") and draw.random() < 0.5),
+            seconds=draw.choice([0.5, 5.0]),
+        )
+        faults[name] = () if kind == "none" else (fault,)
+    return faults, {name: draw.choice([0.0, 0.0, 0.6]) for name in "bcd"}
