@@ -119,9 +119,10 @@ def beside(name: str, rows: dict[str, Any], other_form: bool) -> Case:
     return Case(tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False), model="wide gpt2")
 
 
-def test_every_placement_and_every_mapping_beside_it(pool: LocalPool) -> None:
-    pairs = zip(PLACEMENTS, MAPPINGS, strict=True)
-    check(pool, cluster_of(2, 2, 2), [beside(*pair, other_form=index % 2 == 1) for index, pair in enumerate(pairs)])
+@pytest.mark.parametrize("first", [0, *nightly(1)], ids=["every second one", "the others"])
+def test_every_placement_and_every_mapping_beside_it(pool: LocalPool, first: int) -> None:
+    pairs = list(enumerate(zip(PLACEMENTS, MAPPINGS, strict=True)))[first::2]
+    check(pool, cluster_of(2, 2, 2), [beside(*pair, other_form=index % 4 >= 2) for index, pair in pairs])
 
 
 @pytest.mark.nightly
