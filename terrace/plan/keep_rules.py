@@ -5,7 +5,7 @@ from pathlib import Path
 from terrace.base.errors import ConfigError, PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.plan.keep import ALL_ON_DEVICE, DEVICE, HOST, KEPT
-from terrace.plan.kept import CHUNK, VECTOR
+from terrace.plan.kept import CHUNK, VECTOR, is_exact
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import moments
 from terrace.plan.update import parse_update
@@ -169,7 +169,7 @@ def kept_in(plan: Plan, folder: str | Path | None, key: str = "keep_folder") -> 
 
 
 def _check_pieces(plan: Plan) -> None:
-    keep, least = plan.keep, CHUNK if plan.optimizer_states else VECTOR
+    keep, least = plan.keep, VECTOR if is_exact((plan.master, plan.optimizer_states or plan.sums)) else CHUNK
     if keep.piece % least or not least <= keep.piece <= _LARGEST_PIECE:
         raise PlanError(
             f"keep.piece = {keep.piece} must be a multiple of {least} up to {_LARGEST_PIECE}: updates take so many "

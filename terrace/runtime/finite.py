@@ -1,8 +1,9 @@
 """Finds where a step first computes inf or nan: reruns it up to its CLIP, checking every block's results.
 
 A step whose sums are not finite is given up before its updates (terrace.runtime.step_sums). Parameters, residuals,
-micro-batches and the random state are then as before it, so the second run computes the same. During that run,
-instance attributes of the runner override methods of its class; other steps are unaffected.
+micro-batches and the random state are then as before it, so the second run computes the same, but for blocks that were
+updated in the backward (`keep.order`). During that run, instance attributes of the runner override methods of its
+class; other steps are unaffected.
 """
 
 import math
@@ -35,7 +36,7 @@ Finding = list[Any]
 
 
 class NonFiniteError(TrainingError):
-    """A step with inf or nan, given up before any update. `result` is set on ranks that gave it up."""
+    """A step with inf or nan, given up before any update behind CLIP. `result` is set on ranks that gave it up."""
 
     def __init__(self, text: str, result: StepResult | None = None) -> None:
         super().__init__(text)
@@ -119,9 +120,11 @@ def agree(comm: Comm, problem: NotFinite | None) -> None:
         what = "all that blocks compute is finite, but the norm of their gradients is not"
     world = comm.program.model.world_layout
     where = f" on island {world.island_of(world.coordinates(comm.rank))}" if world.num_islands > 1 else ""
+    done, fix = "nothing was updated", "lower the learning rate, or leave the batch out"
+    if comm.program.plan.keep.layer_wise:
+        done, fix = "blocks whose gradients are finite were updated", f"resume from the last checkpoint, and {fix}"
     raise NonFiniteError(
-        f"loss {loss:.6g} and gradient norm {norm:.6g}{where}: {what}; nothing was updated: lower the learning rate, "
-        "or leave the batch out",
+        f"loss {loss:.6g} and gradient norm {norm:.6g}{where}: {what}; {done}: {fix}",
         None if problem is None else problem.result,
     )
 

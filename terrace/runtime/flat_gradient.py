@@ -10,6 +10,7 @@
 Without a tier to reduce over, backwards add to the accumulated gradient itself, and the first four steps fall away.
 """
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -101,7 +102,11 @@ class FlatGradient:
         if self._in_place:
             self.views.close()
         self.note_norm()
-        return self.resting[0].evict()
+        (resting,) = self.resting
+        if (dtype := resting.whole.dtype) != self.owned.dtype:  # an element that is finite here may be inf there
+            is_inf = torch.linalg.vector_norm(self.owned, math.inf) > torch.finfo(dtype).max
+            self._squares = torch.where(is_inf, math.inf, self._squares)
+        return resting.evict()
 
     def note_norm(self) -> None:
         """Compute `squared_norm` now, as long as the complete gradient is there."""

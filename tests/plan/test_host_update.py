@@ -83,6 +83,14 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"outer": "diloco", "preset": "ddp"}, "beside plan.outer: exchanges of islands change the master copy"),
     ({"products": "fp8", "wire": {"gather": {"node": "fp8"}}}, "codes are made from the master copy"),
     ({"keep": {"update": "host", "optimizer": "host", "grads": "host", "ring": 8}}, "updated where they rest; leave"),
+    (
+        {
+            "compute": "bf16",
+            "master": "bf16",
+            "keep": {"update": "host", "optimizer": "host", "grads": "host", "piece": 256},
+        },
+        "keep.piece = 256 must be a multiple of 65536",
+    ),
 ]
 
 

@@ -1,7 +1,8 @@
 """Updates on the host's cores in the backward, each behind the SYNC of its block: no bit changes without clipping."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -53,8 +54,32 @@ def test_axes_equal_one_process(pool: LocalPool, changes: dict[str, Any]) -> Non
     check(pool, CLUSTER, [Case(plan, model=model, num_micros=2, optimizer=NO_CLIP)])
 
 
-def given_up(world: World, block: int) -> tuple[str, list[bool]]:
-    """A step in which the gradient of a block's output is inf on rank 1: the error, and the blocks that changed."""
+class InfWeight(torch.autograd.Function):
+    """Passes a tensor on; the gradient of `weight` is inf, and no other is."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return gradient, torch.full_like(weight, torch.inf)
+
+
+def inf_output(_: nn.Module, output: Tensor) -> Tensor:
+    output.register_hook(lambda gradient: gradient * float("inf"))  # type: ignore[no-untyped-call]
+    return output
+
+
+def inf_weight(module: nn.Module, output: Tensor) -> Tensor:
+    vector = next(each for each in module.parameters() if each.dim() == 1)
+    return cast(Tensor, InfWeight.apply(output, vector))  # type: ignore[no-untyped-call]
+
+
+def given_up(world: World, block: int, wrong: Callable[[nn.Module, Tensor], Tensor]) -> tuple[str, list[bool]]:
+    """A step in which a gradient of a block is inf on rank 1: the error, and the blocks that changed."""
     cluster = cluster_of(2)
     plan = replace(preset("zero1", cluster), keep=BACKWARD)
     engine = engine_of(world, cluster, case := Case(plan, model="deep llama tied", optimizer=NO_CLIP))
@@ -62,11 +87,10 @@ def given_up(world: World, block: int) -> tuple[str, list[bool]]:
     engine.drain()
     before = [flat.working.values.clone() for flat in engine.state]
 
-    def wrong(_: nn.Module, __: object, output: Tensor) -> None:
-        if world.rank == 1 and output.requires_grad:
-            output.register_hook(lambda gradient: gradient * float("inf"))  # type: ignore[no-untyped-call]
+    def after(module: nn.Module, _: object, output: Tensor) -> Tensor:
+        return wrong(module, output) if world.rank == 1 and output.requires_grad else output
 
-    hook = engine.state.modules[block].register_forward_hook(wrong)
+    hook = engine.state.modules[block].register_forward_hook(after)
     error = ""
     try:
         engine.step(case.batches(engine, case, 1), 1e-3)
@@ -75,20 +99,25 @@ def given_up(world: World, block: int) -> tuple[str, list[bool]]:
     hook.remove()
     engine.drain()
     changed = [not torch.equal(flat.working.values, one) for flat, one in zip(engine.state, before, strict=True)]
+    engine.step(case.batches(engine, case, 2), 1e-3)
+    engine.drain()
     finite = all(bool(flat.working.values.isfinite().all()) for flat in engine.state)
     engine.check_bytes()
     engine.close()
     return error if finite else "parameters are not finite", changed
 
 
-def test_a_block_whose_gradient_is_not_finite_on_one_rank_is_updated_on_none(pool: LocalPool) -> None:
-    """Others are, on all ranks alike; the error names the block."""
-    one, other = pool.run(2, given_up, 3, timeout_s=60.0)
+@pytest.mark.parametrize(("wrong", "left"), [(inf_output, range(4)), (inf_weight, [3])])
+def test_a_block_whose_gradient_is_not_finite_on_one_rank_is_updated_on_none(
+    pool: LocalPool, wrong: Callable[[nn.Module, Tensor], Tensor], left: Sequence[int]
+) -> None:
+    """Others are, on all ranks alike; the error names the block, and what to do. Steps may follow."""
+    one, other = pool.run(2, given_up, 3, wrong, timeout_s=60.0)
     assert one == other
     error, changed = one
     assert "block.3" in error
-    assert changed[:4] == [False] * 4
-    assert all(changed[4:])
+    assert "; blocks whose gradients are finite were updated: resume from the last checkpoint" in error
+    assert changed == [block not in left for block in range(len(changed))]
 
 
 def clipped(world: World) -> str:

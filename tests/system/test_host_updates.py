@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from terrace.cluster.below import Medium
 from terrace.launch.start import LocalPool, World
 from terrace.plan.keep import CORES, Keep
 from terrace.plan.presets import preset
 from tests.support.kept import OPTIMIZERS, check_same_bits, resumed, traced_steps
 from tests.support.nightly import in_turns, nightly
-from tests.support.parity import Case, check, exact
+from tests.support.parity import Case, check, data_rows, engine_of, exact
 from tests.support.toys import cluster_of
 
 CLUSTER = cluster_of(2, 2)
@@ -34,8 +35,9 @@ def test_updates_on_the_host_change_no_bit(
 
 
 FORMS: list[Any] = [
-    ("adamw", {"compute": "bf16", "optimizer_states": "int8"}, "llama tied"),
+    ("adamw", {"compute": "bf16", "master": "bf16", "optimizer_states": "int8"}, "llama tied"),
     *nightly(
+        ("adamw", {"compute": "bf16", "optimizer_states": "int8"}, "llama tied"),
         ("lion", {"compute": "fp16"}, "llama tied"),
         ("adamw", {"compute": "bf16", "unit": 2}, "llama, frozen layer"),
         ("adamw", {"compute": "bf16", "master": "bf16", "optimizer_states": "bf16"}, "llama tied"),
@@ -84,3 +86,31 @@ def traced(world: World) -> tuple[int, dict[str, int]]:
 def test_updates_are_traced_on_the_lane_of_the_hosts_cores(pool: LocalPool) -> None:
     ((number, found),) = pool.run(1, traced, timeout_s=60.0)
     assert found == {"update": number}
+
+
+def overflowing(world: World) -> list[tuple[bool, bool]]:
+    """Steps whose loss scale doubles until one is skipped: whether each was, and whether all parameters are finite.
+
+    The gradients of eight micro-batches are added in fp32, and leave in fp16 for the host's memory.
+    """
+    cluster = cluster_of(1)
+    host = Medium(memory_bytes=1e9, read_bytes_per_s=1e10, write_bytes_per_s=1e10, update_bytes_per_s=1e10)
+    cluster = replace(cluster, device=replace(cluster.device, backend="cuda", below={"host": host}))
+    keep = Keep(optimizer="host", grads="host", update="host", piece=128)
+    plan = replace(preset("ddp", cluster), compute="fp16", unit=8, keep=keep)
+    engine = engine_of(world, cluster, case := Case(plan, 8, "llama tied"))
+    found = list[tuple[bool, bool]]()
+    while len(found) < 30 and not any(skipped for skipped, _ in found):
+        engine.state.loss_scale.value = 2.0 ** (6 + len(found))
+        skipped = engine.step(data_rows(engine, case, 0), 1e-3).skipped
+        engine.drain()
+        found.append((skipped, all(bool(flat.working.values.isfinite().all()) for flat in engine.state)))
+    engine.close()
+    return found
+
+
+def test_a_sum_that_overflows_where_it_is_handed_over_skips_its_step(pool: LocalPool) -> None:
+    ((*before, last),) = pool.run(1, overflowing, timeout_s=60.0)
+    assert before
+    assert last == (True, True)
+    assert set(before) == {(False, True)}

@@ -33,15 +33,24 @@ class Cores:
         self._lane, self._pace = ThreadLane(), pace
         self.around: Around = untimed  # wraps the work; a recording of a step sets it
 
-    def submit(self, update: Work, num_bytes: int, then: Work) -> Ticket:
-        """Run an `update` that reads and writes `num_bytes`, after all submitted before it, then call `then`."""
+    def submit(self, waits: Work, update: Work, num_bytes: int, then: Work) -> Ticket:
+        """Run an `update` that reads and writes `num_bytes`, after all submitted before it, then call `then`.
 
-        def work() -> None:
+        It first `waits` for what it reads. That is none of its time.
+        """
+
+        def paced() -> None:
             with self._pace(CORES, num_bytes):
                 update()
+
+        timed = self.around(paced, UPDATE, CORES)
+
+        def work() -> None:
+            waits()
+            timed()
             then()
 
-        return self._lane.submit(self.around(work, UPDATE, CORES))
+        return self._lane.submit(work)
 
     def rate(self, rate: float) -> float:
         """Bytes per second of updates, which reach `rate` without a pace."""
@@ -151,22 +160,24 @@ class HostUpdate:
 
         Nothing changes if there is no scale. `scale` is called when this update starts, and may wait.
         """
-        returning, reads = self.gradient.returning(target), list[Ticket]()
+        returning, reads, scales = self.gradient.returning(target), list[Ticket](), list[Tensor]()
+
+        def waits() -> None:
+            scales.extend(scale())
+            if scales:
+                self.gradient.wait()
 
         def work() -> None:
-            for self.gradient.scale in scale():
-                self.gradient.wait()
+            for self.gradient.scale in scales:
                 self._runs = True
                 update()
                 self._runs = False
-                reads.append(DONE)
 
         def then() -> None:
             # Submitted only once the update is over: before that it would hold up the reads behind it on their lane.
-            reads[:] = [returning()] if reads else [DONE]
+            reads.append(returning() if scales else DONE)
 
-        updated = self._cores.submit(work, self._num_bytes, then)
-        return _Returned(updated, reads)
+        return _Returned(self._cores.submit(waits, work, self._num_bytes, then), reads)
 
     def takes(self, part: slice, values: Tensor) -> bool:
         """Store new parameters to be copied to the device, if an update runs and they are. Returns whether it did."""

@@ -175,11 +175,17 @@ class Ring:
         self._free = deque[tuple[Slot, Ticket]]((slot, DONE) for slot in slots)  # with the write that each waits for
 
     def take(self, number: int) -> Slot:
-        """The slot of piece `number`, the next one in the order; `give` returns it."""
+        """The slot of piece `number`, the next one in the order but for those left out; `give` returns it."""
         self._channel.on_piece()
         self._read_ahead()
         found, slot, ticket = self._ahead.popleft()
-        assert found == number, f"piece {number} is asked for, and {found} is next"
+        for _ in self._order:
+            if found == number:
+                break
+            self._free.append((slot, ticket))  # of a block whose update was given up (terrace.runtime.layer_wise)
+            self._read_ahead()
+            found, slot, ticket = self._ahead.popleft()
+        assert found == number, f"no piece {number} passes the ring"
         if not ticket.is_done:
             self._clock.mark("update")
             ticket.wait()

@@ -17,7 +17,7 @@ from terrace.runtime.kept.host_update import HostUpdate
 from terrace.runtime.kept.ring import InPlace, Ring, Slot
 from terrace.runtime.kept.whole import Whole
 from terrace.runtime.noise import Noise
-from terrace.runtime.stored import Exact, State, Storage
+from terrace.runtime.stored import State, Storage
 
 Make = Callable[[Tensor, slice], State]  # a state in memory (bytes) for some elements of a group
 Changed = Callable[[slice, Tensor], None]  # called with elements of a group and their new values
@@ -119,8 +119,10 @@ class KeptState:
 
     def write(self, part: slice, values: Tensor, step: int) -> None:
         state, first = self._here[-1]
-        state.write(slice(part.start - first, part.stop - first), values, step)
-        self._changed(part, values)
+        here = slice(part.start - first, part.stop - first)
+        state.write(here, values, step)
+        if self._changed is not _unseen:
+            self._changed(part, state.read(here))  # as stored: bf16 is rounded by random bits
 
     def open(self) -> None:
         self._opened = [self._read()]
@@ -166,10 +168,10 @@ class KeptStorage(Storage):
     def parameters(self, values: Tensor, start: int) -> State:
         if self._of_master is None:
             return super().parameters(values, start)
-        dtype = values.dtype
+        dtype, plain = values.dtype, super().parameters
 
         def make(memory: Tensor, part: slice) -> State:
-            return Exact(memory[: (part.stop - part.start) * dtype.itemsize].view(dtype))
+            return plain(memory[: (part.stop - part.start) * dtype.itemsize].view(dtype), start + part.start)
 
         state = self._passage.state(dtype, values.device, make, self._of_master)
         state.store(values)
