@@ -210,8 +210,9 @@ class Replay(Line):
     description = (
         "Load the newest whole checkpoint of a run before a step, or its initial values, train on to it with the same "
         "data, and run it: print the loss and the gradient norm of the step, and of each rank, micro-batch and block, "
-        "and the first result that is inf or nan. Without a step: repeat all exchanges of a roster of islands in one "
-        "process, from its log, and compare losses and checkpoints. Run folders are only read."
+        "and the first result that is inf or nan. Without a step: repeat a whole run in one process from its log, "
+        "that of a roster of islands or of shares dealt anew, and compare losses and checkpoints. Run folders are only "
+        "read."
     )
     folder: Path = word("RUN", "run folder; or of a roster a folder with its log and the run folders of its islands")
     step: int | None = option("N", "the step, counted from 1")

@@ -1,6 +1,6 @@
 """`terrace replay RUN --step N`: repeats a step of a run and inspects every block's results. RUN is only read.
 
-`terrace replay RUN` repeats a roster of islands from its log (terrace.cli.replay_roster).
+`terrace replay RUN` repeats a whole run in one process from its log (terrace.cli.replay_logs).
 """
 
 import argparse
@@ -16,11 +16,11 @@ from terrace.train.runs import read_trained
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Prints the table of a step; returns 0. Without a step: as `replay_roster`."""
+    """Prints the table of a step; returns 0. Without a step: as `replay_log`."""
     if options.step is None:
-        from terrace.cli.replay_roster import replay_roster
+        from terrace.cli.replay_logs import replay_log
 
-        return replay_roster(options.folder, options.log)
+        return replay_log(options.folder, options.log)
     if options.log is not None:
         raise ConfigError("--log is of a roster, all of whose exchanges are repeated: leave --step out")
     config = read_trained(options.folder, "which draws anew: replay takes a run of terrace train", teaches=True)

@@ -21,7 +21,8 @@ from terrace.train.metrics import Silent, StepRecord
 from terrace.train.prepare import prepare
 from terrace.train.rank import RankOfRun
 from terrace.train.resolve import resolve
-from terrace.train.roster_replay import EXACT, Repeated, Written, replay_islands
+from terrace.train.one_process import EXACT, Repeated, Written
+from terrace.train.roster_replay import replay_islands
 from terrace.train.schedule import learning_rate
 from tests.support.nightly import nightly
 from tests.support.roster_islands import LR, MOMENTUM, Fault, Ran, history, run_all
@@ -116,7 +117,7 @@ def test_an_island_that_was_frozen_goes_on_with_its_own_optimizer(tmp_path: Path
     assert [entry.trained for entry in entries if isinstance(entry, Joined)] == [-1, -1, 0]
     again = repeated(tmp_path, job, written)
     assert max(each.gap for each in again) < EXACT
-    assert [each.islands for each in again].count(("a", "b")) >= 1
+    assert [each.who for each in again].count("a, b") >= 1
 
 
 def test_what_differs_is_named_with_its_exchange(tmp_path: Path) -> None:
@@ -125,7 +126,7 @@ def test_what_differs_is_named_with_its_exchange(tmp_path: Path) -> None:
     records[6] = replace(records[6], loss=records[6].loss + 1e-9)
     again = repeated(tmp_path, job, written)
     (wrong,) = [each for each in again if each.wrong]
-    assert (wrong.exchange, wrong.first, wrong.last) == (2, 5, 6)
+    assert (wrong.number, wrong.first, wrong.last) == (2, 5, 6)
     assert "island 'b', step 6: loss" in wrong.wrong
     # Of another run, or of other data.
     other = replace(job, run=replace(job.run, train=replace(job.run.train, seed=7)))

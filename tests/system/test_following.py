@@ -115,6 +115,10 @@ def test_a_run_that_dealt_anew_is_resumed_to_the_bit_and_replayed(tmp_path: Path
     figures = next(line for line in done.stdout.splitlines() if line.startswith("step 11: "))
     here, there = figures.removeprefix("step 11: ").split("; in the run ")
     assert here == there
+    # The whole run in one process, in fp32: a loss and a norm of each step, and checkpoints after every second.
+    done = terrace("replay", whole, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 deals are those of the run: 30 figures and checkpoints differ by at most" in done.stdout
 
 
 @pytest.mark.nightly

@@ -85,7 +85,7 @@ def test_islands_with_unequal_shares_train_as_one_process(pool: LocalPool, tmp_p
     again = terrace("replay", islands, "--log", log, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     # A loss and a norm of three steps of each island, and its last checkpoint.
-    assert "3 exchanges are those of the run: 21 figures and checkpoints of islands differ by at most" in again.stdout
+    assert "3 exchanges are those of the run: 21 figures and checkpoints differ by at most" in again.stdout
 
 
 @contextmanager
@@ -178,7 +178,7 @@ def test_a_meeting_place_that_is_stopped_says_that_islands_wait(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["."], "is no run folder of an island, and has none"),
+        (["."], "nor has it deals.jsonl or run folders of islands"),
         (["other"], "other/roster.jsonl is not there: name a step of this run"),
         (["other", "--step", "1", "--log", "x"], "leave --step out"),
         (["other", "--log", "empty"], "no island has joined"),
