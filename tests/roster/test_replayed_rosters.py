@@ -18,10 +18,10 @@ from terrace.roster.state import folded
 from terrace.train.job import RunJob
 from terrace.train.meeting import island_facts, terms_of
 from terrace.train.metrics import Silent, StepRecord
+from terrace.train.one_process import EXACT, Repeated, Written
 from terrace.train.prepare import prepare
 from terrace.train.rank import RankOfRun
 from terrace.train.resolve import resolve
-from terrace.train.one_process import EXACT, Repeated, Written
 from terrace.train.roster_replay import replay_islands
 from terrace.train.schedule import learning_rate
 from tests.support.nightly import nightly
