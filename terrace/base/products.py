@@ -77,6 +77,7 @@ class Product(NamedTuple):
     keys: str = ""  # its `Keys`
     sections: tuple[str, ...] = ()  # functions of a run's record: `terrace.report.sections.Section`s of its page
     pacer: str = ""  # a function of a cluster and a scale: the `terrace.comm.pace.Pace` of a rank under TERRACE_PACE
+    faults: str = ""  # a function of a text, a rank and their number: the `terrace.train.injected.Faults` of that rank
 
 
 @cache

@@ -18,4 +18,5 @@ PRODUCT = Product(
         ),
     ),
     pacer="terrace.lab.pace:Pacer",
+    faults="terrace.lab.faults.within:Injected",
 )

@@ -80,6 +80,11 @@ def pace() -> float | None:
     return value
 
 
+def faults() -> str:
+    """The faults that a rehearsal has this run carry out (`TERRACE_FAULTS`), in words of its own; "" for none."""
+    return os.environ.get("TERRACE_FAULTS", "")
+
+
 @store_lost()
 def join(
     timeout_s: float,

@@ -107,6 +107,7 @@ class Contact:
 
 
 Contacts = Mapping[str, Contact]  # by island
+_RETURN = 6  # times the patience in which an island that is silent may come back to heal newcomers: a guess
 _FASTER = 4  # divides the patience once a connection has ended, since its process is most likely dead: a guess
 
 
@@ -199,6 +200,22 @@ def reply(roster: Roster, report: Report) -> Reply:
         deal=member.deal,
         running=running,
         addresses={each.name: each.addresses for each in roster.members if each.name in names},
+    )
+
+
+def forsaken(roster: Roster, contacts: Contacts, report: Report, now_s: float) -> Reply | None:
+    """The refusal of an island that waits to be healed while nobody has been heard who could; None for any other."""
+    terms, member = roster.terms, roster.member(report.island)
+    if terms is None or roster.is_finished or not roster.window or member is None or member.version >= 0:
+        return None
+    holders = [each.name for each in roster.members if each.version >= 0]
+    newest_s = max((contacts[name].at_s for name in holders if name in contacts), default=now_s)
+    limit_s = _RETURN * terms.patience_s
+    if now_s - newest_s <= limit_s:
+        return None
+    return Reply(
+        refused=f"no island that has the parameters ({', '.join(holders)}) has reported for {limit_s:g} s, {_RETURN} times "
+        "elastic.patience_s: begin another roster (terrace meet with another --log) from a checkpoint (--train.weights)"
     )
 
 

@@ -137,6 +137,13 @@ class Island:
                     self._leave()
                 case Act.END:
                     return None
+                case Act.LATE if has_window:
+                    raise TrainingError(
+                        "the roster has finished the run without this island, whose parameters are older: use the "
+                        "checkpoint of another island"
+                    )
+                case Act.LATE:
+                    return None
                 case Act.WAIT:
                     time.sleep(_POLL_S)
 

@@ -140,7 +140,7 @@ class Links:
     """
 
     def __init__(self, listener: Listener, seal: Seal, rank: int, patience_s: float) -> None:
-        self._listener, self._seal, self._rank, self._patience_s = listener, seal, rank, patience_s
+        self._listener, self._seal, self._rank, self.patience_s = listener, seal, rank, patience_s
         self._links: dict[str, socket.socket] = {}
         self._senders: list[threading.Thread] = []
         self._failures: dict[str, str] = {}
@@ -149,7 +149,7 @@ class Links:
 
     def open(self, key: Attempt, own: str, addresses: dict[str, str]) -> None:
         """Connect to the islands at `addresses`. Raises `LinkError` that names all that were not reached."""
-        until_s = time.monotonic() + self._patience_s
+        until_s = time.monotonic() + self.patience_s
         missing = dict[str, str]()
         for island in sorted(each for each in addresses if each < own):
             try:
@@ -160,14 +160,14 @@ class Links:
         self._links |= self._listener.fetch(later, until_s, lambda: self._is_closed)
         missing |= {island: "it did not connect" for _, island in later if island not in self._links}
         for link in self._links.values():
-            link.settimeout(self._patience_s)
+            link.settimeout(self.patience_s)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if missing:
             raise LinkError(sorted(missing), next(iter(missing.values())))
 
     def _dial(self, key: Attempt, own: str, address: str) -> socket.socket:
         host, _, port = address.partition("|")
-        link = socket.create_connection((host, int(port)), timeout=self._patience_s)
+        link = socket.create_connection((host, int(port)), timeout=self.patience_s)
         nonce = _line(link).decode(errors="replace")
         greeting = {"exchange": key.exchange, "attempt": key.attempt, "island": own, "rank": self._rank}
         link.sendall(f"{self._seal.close(f'link/{nonce}', json.dumps(greeting))}\n".encode())
@@ -206,6 +206,11 @@ class Links:
                 begin += num
         except OSError as error:
             raise LinkError([island], str(error) or "it did not answer in time") from error
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the attempt was given up."""
+        return self._is_closed
 
     def close(self) -> None:
         """End all connections: whoever waits for one of them gets an error. May be called from another thread."""

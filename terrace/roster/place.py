@@ -19,7 +19,18 @@ from terrace.base.errors import ConfigError, TerraceError, TrainingError
 from terrace.base.schema import load
 from terrace.base.words import counted
 from terrace.launch.seal import Seal
-from terrace.roster.decisions import Contact, Reply, Report, arrival, cut, reply, restarted, settled, with_report
+from terrace.roster.decisions import (
+    Contact,
+    Reply,
+    Report,
+    arrival,
+    cut,
+    forsaken,
+    reply,
+    restarted,
+    settled,
+    with_report,
+)
 from terrace.roster.entries import Attempted, Dealt, Entry, Finished, Gone, Joined, entry_of, line_of
 from terrace.roster.state import Roster, after
 from terrace.roster.talk import Talk
@@ -223,7 +234,7 @@ class Place:
                 return answer
             self._contacts = with_report(self._contacts, report, now_s)
             self._settle()
-            return reply(self._roster, report)
+            return forsaken(self._roster, self._contacts, report, now_s) or reply(self._roster, report)
 
     def _settle(self) -> None:
         _, entries = settled(self._roster, self._contacts, time.monotonic(), self._wait_for)

@@ -20,6 +20,7 @@ class Act(Enum):
     APPLY = "apply"  # the sums of the attempt that it holds: its result is `Side.version`
     BEGIN_AGAIN = "begin again"  # it was lost: drop what it has in hand, take another token
     END = "end"  # the run is finished
+    LATE = "late"  # it was finished without this island
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Side:
         if reply.version != self.version and reply.commit == self.holds != NO_ATTEMPT:
             return Side(version=reply.version), Act.APPLY
         if reply.is_finished:
-            return self, Act.END
+            return self, Act.END if reply.version == self.version >= 0 else Act.LATE
         if reply.deal is not None and reply.deal.window > self.window and reply.version == self.version:
             return replace(self, deal=reply.deal, is_trained=False), Act.TRAIN
         running = reply.running

@@ -70,7 +70,7 @@ class Meeting(Alone):
             secret().within("roster"),
             terms_of(run),
             island_facts(rank.job),
-            self.state,
+            rank.faults.kept(self.state),
             ranks=Ranks(rank=rank.world.rank, gather=engine.comm.exchange),
             applied=self._applied,
             lost_s=run.train.timeout_s,
@@ -118,6 +118,7 @@ class Meeting(Alone):
         engine = self._rank.engine
         engine.drain()
         self._rank.dog.idle("meeting the other islands")
+        self._rank.faults.meets(self._deal.window)
         name = next(filter(None, engine.comm.exchange(self._stops.requested() or "")), "")
         self._deal = self._island.meet(self._tokens, leaves=bool(name))
         self._tokens = 0

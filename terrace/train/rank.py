@@ -36,6 +36,7 @@ from terrace.train.context_batches import ContextBatches
 from terrace.train.deals import Deals
 from terrace.train.distilled import learning_of
 from terrace.train.facts import kept_cost, work_cost
+from terrace.train.injected import faults_of
 from terrace.train.job import RunJob
 from terrace.train.metrics import Observer
 from terrace.train.micro_batches import MicroBatches
@@ -69,7 +70,9 @@ class RankOfRun:
         self.deals = Deals(run.plan.shares, job.deals)
         self.learning = learning_of(run, self.batches)
         self.reporter = Reporter(dog, compiles=bool(run.train.compile))
-        self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
+        self.faults = faults_of(world)
+        progress = self.faults.watched(self.reporter.at, lambda: self.reporter.step)
+        self.engine = _engine(job, world.rank, self.learning.objective, progress)
         if self.engine.below.words:
             observer.note(self.engine.below.words)
         if self.run.plan.outer.has_islands:

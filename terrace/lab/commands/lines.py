@@ -29,6 +29,7 @@ class Run(Emulated):
     run = "terrace.lab.commands.rehearse:run"
     usage = (
         "terrace rehearse run --cluster NAME|FILE [--scale F] [--counters FILE] -- COMMAND ...\n"
+        "       terrace rehearse run [--islands N] --fault 'WHO WHAT WHERE' ... -- terrace train ...\n"
         "       terrace rehearse run --paced [--scale F] -- terrace ..."
     )
     counters: Path | None = option("FILE", "write (or replace) the bytes every link carried, as JSON")
@@ -36,6 +37,15 @@ class Run(Emulated):
         "build no network and need no root: the command, a `terrace` one, holds its own messages to the rates of the "
         "cluster it names"
     )
+    islands: int | None = option(
+        "N", "no network and no root: start so many islands of a roster, numbered from 0, and the place where they meet"
+    )
+    fault: list[str] | None = option(
+        "FAULT",
+        "a fault, such as 'island 2 kill at exchange 3', or 'rank 1 kill at step 5' in a run without islands; may be "
+        "given several times",
+    )
+    folder: Path | None = option("DIR", "folder of the runs with faults, their output and the log (default: in runs/)")
 
 
 class Check(Emulated):

@@ -41,6 +41,13 @@ EXIT_FAILED = 1
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     command = _checked_command(options.command_words)
+    if options.fault or options.islands is not None:
+        from terrace.lab.commands.faults import run_with_faults
+
+        with _ended_by_signals():
+            return run_with_faults(options, rest)
+    if options.folder is not None:
+        raise ConfigError("--folder is of a rehearsal with faults: give --fault or --islands, or leave it out")
     if options.paced:
         return _run_paced(options, rest, command)
     wiring = wire(_cluster(options.cluster, rest), options.scale)

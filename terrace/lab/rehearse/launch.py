@@ -64,6 +64,20 @@ def rank_environment(wiring: Wiring, rank: int, given: Mapping[str, str] | None 
     }
 
 
+def start_whole(command: Sequence[str], output: Path, orders: str) -> subprocess.Popen[bytes]:
+    """Start `command`, which leads a session of its own, with `TERRACE_FAULTS` and its output in a file."""
+    with output.open("ab") as file, undisturbed():
+        return subprocess.Popen(
+            list(command),
+            env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "TERRACE_FAULTS": orders},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=DieWith(os.getpid()),
+        )
+
+
 def run_paced(command: Sequence[str], scale: float) -> NoReturn:
     """Replace this process by `command`, with its communication paced to `scale` times its cluster's rates.
 
@@ -77,7 +91,7 @@ def run_paced(command: Sequence[str], scale: float) -> NoReturn:
 
 def run_ranks(network: Network, command: Sequence[str]) -> Ended:
     """Run `command` as every rank. No rank is left running on return or on an exception."""
-    with _guarded() as told, _Ranks(told) as ranks:
+    with guarded() as told, _Ranks(told) as ranks:
         for rank in network.wiring.ranks:
             with undisturbed():  # no signal between the start of a process and its registration
                 ranks.start(rank, network.inside(rank, command), rank_environment(network.wiring, rank))
@@ -112,7 +126,7 @@ class _Ranks:
             stdout=pipe,
             stderr=None if rank == 0 else subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_DieWith(os.getpid()),
+            preexec_fn=DieWith(os.getpid()),
         )
         self._running[rank] = process
         self._tell(process.pid)
@@ -197,8 +211,9 @@ class _Ranks:
             self._told.flush()
 
 
-class _DieWith:
-    # Runs in the child before its program: the kernel kills it when the rehearsal dies, and it gets its signals back.
+class DieWith:
+    """Runs in a child before its program: the kernel kills it when the rehearsal dies, and it gets its signals back."""
+
     def __init__(self, parent: int) -> None:
         self._parent, self._libc = parent, ctypes.CDLL(None)  # loaded here: a forked child should not
 
@@ -210,7 +225,8 @@ class _DieWith:
 
 
 @contextmanager
-def _guarded() -> Iterator[IO[str]]:
+def guarded() -> Iterator[IO[str]]:
+    """Kills the process groups named to it if this process dies within the block (terrace.lab.rehearse.guard)."""
     # Yields the guard's pipe; closing it after "done" lets the guard exit without killing.
     program = [sys.executable, "-E", "-S", str(Path(guard.__file__))]
     process = subprocess.Popen(program, stdin=subprocess.PIPE, text=True, start_new_session=True)
