@@ -143,10 +143,8 @@ def arrival(roster: Roster, contacts: Contacts, report: Report, now_s: float) ->
     if member is not None:
         # The earlier process of that name may just have died. It is lost by the rule for all, and this one asks again.
         if not _is_heard(contacts, member, now_s, roster) and not _can_go(roster, contacts, member, now_s):
-            return (), Reply(
-                refused=f"island {report.island!r} was lost, and no island that still reports has the parameters: "
-                "begin another roster (terrace meet with another --log) from a checkpoint (--train.weights)"
-            )
+            why = f"island {report.island!r} was lost, and no island that still reports has the parameters"
+            return (), Reply(refused=f"{why}: {_ANOTHER}")
         if _is_heard(contacts, member, now_s, roster):
             return (), Reply(
                 refused=f"island {report.island!r} is in the roster already: give every island a name of its own "
@@ -210,13 +208,13 @@ def forsaken(roster: Roster, contacts: Contacts, report: Report, now_s: float) -
         return None
     holders = [each.name for each in roster.members if each.version >= 0]
     newest_s = max((contacts[name].at_s for name in holders if name in contacts), default=now_s)
-    limit_s = _RETURN * terms.patience_s
-    if now_s - newest_s <= limit_s:
+    if now_s - newest_s <= _RETURN * terms.patience_s:
         return None
-    return Reply(
-        refused=f"no island that has the parameters ({', '.join(holders)}) has reported for {limit_s:g} s, {_RETURN} times "
-        "elastic.patience_s: begin another roster (terrace meet with another --log) from a checkpoint (--train.weights)"
-    )
+    silent = f"{now_s - newest_s:.0f} s without a report of an island that has the parameters ({', '.join(holders)})"
+    return Reply(refused=f"{silent}: {_ANOTHER}")
+
+
+_ANOTHER = "begin another roster (terrace meet with another --log) from a checkpoint (--train.weights)"
 
 
 def settled(roster: Roster, contacts: Contacts, now_s: float, wait_for: int) -> tuple[Roster, tuple[Entry, ...]]:

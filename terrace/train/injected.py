@@ -13,6 +13,8 @@ from terrace.roster.island import Kept
 from terrace.roster.outer import RosterState
 from terrace.runtime.messages import Progress
 
+BEGINS = "READ DATA"  # what a rank does first in each step
+
 
 class Faults:
     """The faults of a rank: none."""
@@ -24,6 +26,9 @@ class Faults:
     def kept(self, state: RosterState) -> Kept:
         """What a rank of an island keeps for exchanges, with `state` in it."""
         return state
+
+    def joins(self) -> None:
+        """Called on each rank of an island that is about to join a roster."""
 
     def meets(self, window: int) -> None:
         """Called on each rank of an island that has trained a window, before it meets the others."""

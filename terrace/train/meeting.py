@@ -88,6 +88,7 @@ class Meeting(Alone):
         assert not first_step, "islands are not resumed"
         self._rank.dog.idle("joining the roster")
         self._rank.observer.note(f"island {self._island.name} joins the roster at {self._elastic.meet}")
+        self._rank.faults.joins()
         self._deal = self._island.join()
         if self._deal is None:
             raise TrainingError("the roster was finished before a window was dealt to this island: nothing was trained")

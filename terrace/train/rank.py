@@ -36,7 +36,7 @@ from terrace.train.context_batches import ContextBatches
 from terrace.train.deals import Deals
 from terrace.train.distilled import learning_of
 from terrace.train.facts import kept_cost, work_cost
-from terrace.train.injected import faults_of
+from terrace.train.injected import Faults, faults_of
 from terrace.train.job import RunJob
 from terrace.train.metrics import Observer
 from terrace.train.micro_batches import MicroBatches
@@ -46,13 +46,14 @@ from terrace.train.patience import APART, Patience
 class Reporter:
     """Reports to the watchdog the current instruction of step `step`, or of the evaluation after it."""
 
-    def __init__(self, dog: Watchdog, *, compiles: bool) -> None:
+    def __init__(self, dog: Watchdog, faults: Faults, *, compiles: bool) -> None:
         self._dog, self.patience = dog, Patience()
+        self.at: Progress = faults.watched(self._at, lambda: self.step)
         self.step = 0
         self.num_before = 0  # instructions of the step and of evaluations behind it, before those that run
         self.is_compiling = compiles  # which may take minutes, so that a watchdog would take it for a hang
 
-    def at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+    def _at(self, counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
         if not self.is_compiling:
             extra_s = self.patience.seconds(self.step, instruction, waiting_on)
             self._dog.at(self.step, self.num_before + counter, instruction, waiting_on, extra_s)
@@ -69,10 +70,9 @@ class RankOfRun:
         )
         self.deals = Deals(run.plan.shares, job.deals)
         self.learning = learning_of(run, self.batches)
-        self.reporter = Reporter(dog, compiles=bool(run.train.compile))
         self.faults = faults_of(world)
-        progress = self.faults.watched(self.reporter.at, lambda: self.reporter.step)
-        self.engine = _engine(job, world.rank, self.learning.objective, progress)
+        self.reporter = Reporter(dog, self.faults, compiles=bool(run.train.compile))
+        self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
         if self.engine.below.words:
             observer.note(self.engine.below.words)
         if self.run.plan.outer.has_islands:

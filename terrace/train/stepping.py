@@ -12,6 +12,7 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.finite import NonFiniteError
 from terrace.runtime.step_sums import StepResult
 from terrace.train.hooks import Hook, StepDone
+from terrace.train.injected import BEGINS
 from terrace.train.micro_batches import StepBatches
 from terrace.train.schedule import learning_rate
 
@@ -65,7 +66,7 @@ def _stepped(rank: "RankOfRun", feeder: Feeder[StepBatches], step: int) -> StepD
     reporter = rank.reporter
     reporter.step, started_s = step, time.perf_counter()
     rate = learning_rate(step, rank.run.train, rank.run.optimizer)
-    reporter.at(0, "READ DATA", ())
+    reporter.at(0, BEGINS, ())
     # Only the copy to the device is left; batches were made in the feeder's thread.
     made = feeder.next()
     data_s = time.perf_counter() - started_s

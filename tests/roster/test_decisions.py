@@ -5,7 +5,18 @@ from dataclasses import replace
 import pytest
 
 from terrace.base.errors import ConfigError
-from terrace.roster.decisions import Contact, Reply, Report, arrival, cut, reply, restarted, settled, with_report
+from terrace.roster.decisions import (
+    Contact,
+    Reply,
+    Report,
+    arrival,
+    cut,
+    forsaken,
+    reply,
+    restarted,
+    settled,
+    with_report,
+)
 from terrace.roster.entries import (
     Attempt,
     Attempted,
@@ -20,6 +31,7 @@ from terrace.roster.entries import (
     entry_of,
     line_of,
 )
+from terrace.roster.side import Act, Side
 from terrace.roster.state import Roster, after, folded
 
 TERMS = Terms(every=10, steps=25, rounds=7, patience_s=4.0)
@@ -48,7 +60,7 @@ class Desk:
             return answer
         self.contacts = with_report(self.contacts, report, now_s)
         self.tick(now_s)
-        return reply(self.roster, report)
+        return forsaken(self.roster, self.contacts, report, now_s) or reply(self.roster, report)
 
     def of(self, kind: type[Entry]) -> list[Entry]:
         return [entry for entry in self.log if isinstance(entry, kind)]
@@ -277,3 +289,28 @@ def test_the_last_island_that_had_the_parameters_does_not_come_back_without_them
     refused = desk.report("a", now_s=late_s, token="another").refused
     assert "island 'a' was lost, and no island that still reports has the parameters" in refused
     assert not desk.of(Gone)
+
+
+def test_a_newcomer_waits_six_times_the_patience_for_an_island_that_could_heal_it() -> None:
+    desk = two_islands()
+    for name in "ab":
+        running = desk.report(name, window=0, is_ready=True, tokens=40).running
+    assert running is not None
+    for name in "ab":
+        desk.report(name, window=0, is_ready=True, holds=running.key)
+    now_s = 0.0
+    while now_s < 6 * TERMS.patience_s - 1:
+        now_s += 1.0
+        assert not desk.report("c", now_s, version=-1 if now_s > 1 else 0).refused
+    refused = [desk.report("c", now_s + more, version=-1).refused for more in (1.0, 2.0, 3.0)]
+    assert "without a report of an island that has the parameters (a, b): begin another roster" in refused[-1]
+    # One that comes back heals it.
+    desk.report("a", now_s + 4.0, window=1, version=1)
+    assert not desk.report("c", now_s + 4.1, version=-1).refused
+
+
+def test_an_island_that_the_roster_has_finished_without_does_not_end_as_if_it_had_the_result() -> None:
+    finished = Reply(is_finished=True, version=3)
+    assert Side(version=3).follow(finished)[1] is Act.END
+    assert Side(version=2).follow(finished)[1] is Act.LATE
+    assert Side(version=-1).follow(replace(finished, version=-1))[1] is Act.LATE

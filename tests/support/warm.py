@@ -48,7 +48,7 @@ _TOKENS = 40
 class Command:
     """A process that runs, on `host` as far as it knows, with the part of `subprocess.Popen` that the tests use.
 
-    It prints to a pipe, or to the file or device `screen`.
+    It prints to a pipe, or to the file or device `screen`. With `leads` it leads a session of its own.
     """
 
     def __init__(
@@ -59,13 +59,14 @@ class Command:
         umask: int | None = None,
         host: str | None = None,
         screen: str | None = None,
+        leads: bool = False,
     ) -> None:
         start_fork_server(__name__)
         context = multiprocessing.get_context("forkserver")
         pipes = [context.Pipe(duplex=False) for _ in range(2)]
         outputs = [there for _, there in pipes]
         self._process = context.Process(
-            target=_command, args=(tuple(words), str(cwd), dict(environment), outputs, umask, host, screen)
+            target=_command, args=(tuple(words), str(cwd), dict(environment), outputs, umask, host, screen, leads)
         )
         self._process.start()
         for there in outputs:
@@ -129,7 +130,10 @@ def _command(
     umask: int | None,
     host: str | None,
     screen: str | None,
+    leads: bool,
 ) -> None:
+    if leads:
+        os.setsid()
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), number)
         output.close()

@@ -114,9 +114,16 @@ def waited_s(seen: Seen, number: int) -> float | None:
     after = [each for each in after if not is_struck(seen, each.island, each.begin_s, each.end_s)]
     if not after:
         return None
-    window = min(each.window for each in after)
-    same = [each for each in after if each.window == window]
-    return max(each.end_s for each in same) - max(at_s, max(each.begin_s for each in same))
+    own = str(fault.island)
+    gone_s = (when_s for when_s, each in seen.entries if isinstance(each, Gone) and each.island == own)
+    until_s, total_s = min((when_s for when_s in gone_s if when_s > at_s), default=at_s), 0.0
+    windows = sorted({each.window for each in after})
+    for window in windows:
+        same = [each for each in after if each.window == window]
+        begin_s = max(at_s, max(each.begin_s for each in same))
+        if window == windows[0] or begin_s < until_s:  # until it is out, each exchange may wait for it
+            total_s += max(each.end_s for each in same) - begin_s
+    return total_s
 
 
 def entries(seen: Seen) -> list[Entry]:

@@ -19,7 +19,7 @@ from terrace.base.errors import TerraceError, TrainingError
 from terrace.lab.faults.grammar import Fault
 from terrace.lab.faults.orders import Event, Lines, Orders, event_of
 from terrace.lab.faults.relay import Relay
-from terrace.roster.entries import Entry, entry_of
+from terrace.roster.entries import Entry, Finished, entry_of
 
 _TICK_S = 0.01
 _BEGIN_S = 120.0  # for the meeting place to import torch and listen
@@ -68,7 +68,7 @@ class Seen:
     done: dict[int, float] = field(default_factory=dict)
     end_s: float = inf
     num_left: int = 0  # processes that outlived their island
-    is_finished: bool = False  # the meeting place has ended by itself
+    is_finished: bool = False  # the run has come to its last step
 
 
 class Rehearsal:
@@ -93,6 +93,7 @@ class Rehearsal:
         self._groups: list[int] = []
         self._place: Process | None = None
         self._is_away = False  # the meeting place was killed, and comes back
+        self._has_ended = False
         self._port = 0
 
     def run(self) -> Seen:
@@ -101,6 +102,9 @@ class Rehearsal:
             self._begin_place()
             for island in range(self.seen.num_islands):
                 self._begin(island)
+            for island in sorted({each.island for each in self.seen.faults if each.what == "join"}):
+                if island >= self.seen.num_islands:
+                    self._begin(island)
             while not self._is_over():
                 time.sleep(_TICK_S)
                 self._hear()
@@ -133,9 +137,6 @@ class Rehearsal:
 
     def _begin(self, island: int) -> None:
         earlier = [each for each in self.seen.ran if each.island == island]
-        if earlier and earlier[-1].code is None:
-            self._due.append((time.monotonic() + _TICK_S, lambda: self._begin(island)))  # it is still leaving
-            return
         name = f"island-{island}" + f"-{len(earlier) + 1}" * bool(earlier)
         output = self._folder / f"{name}.txt"
         orders = self._orders(island)
@@ -154,7 +155,15 @@ class Rehearsal:
             island=island,
             faults={str(n): each.text for n, each in open_.items() if not each.is_told and each.island == island},
             tells={str(n): each.text for n, each in open_.items() if each.is_told},
+            joins=self._join_of(island),
         )
+
+    def _join_of(self, island: int) -> int:
+        """The number of the next fault by which an island joins; -1 if it is there from the start or joins no more."""
+        if island < self.seen.num_islands and not any(each.island == island for each in self.seen.ran):
+            return -1
+        joins = (n for n, each in enumerate(self.seen.faults) if each.what == "join" and each.island == island)
+        return next((n for n in joins if n not in self.seen.done), -1)
 
     def _said(self) -> list[str]:
         lines = self._place_said.new()
@@ -165,7 +174,10 @@ class Rehearsal:
     def _hear(self) -> None:
         now_s = time.monotonic()
         for line in self._entries.new():
-            self.seen.entries.append((now_s, entry_of(line, LOG)))
+            entry = entry_of(line, LOG)
+            self.seen.entries.append((now_s, entry))
+            if isinstance(entry, Finished):
+                self.seen.is_finished, self.seen.end_s = True, now_s
         for line in self._events.new():
             event = event_of(line)
             self.seen.events.append(event)
@@ -180,8 +192,6 @@ class Rehearsal:
         until_s = event.at_s + (_AWAY_S if fault.is_of_place and fault.seconds == inf else fault.seconds)
         if fault.is_of_place:
             self._befall_place(fault, until_s)
-        elif fault.what == "join":
-            self._begin(fault.island)
         elif fault.what == "freeze":
             group, pid = event.group, event.pid
             wake = (lambda: _signal_group(group)) if fault.rank < 0 else (lambda: os.kill(pid, signal.SIGCONT))
@@ -221,21 +231,28 @@ class Rehearsal:
                 act()
 
     def _reap(self) -> None:
-        for each in self.seen.ran:
+        for each in list(self.seen.ran):
             if each.code is None and (code := each.process.poll()) is not None:
                 each.code, each.end_s = code, time.monotonic()
+                if self._join_of(each.island) >= 0 and not self.seen.is_finished:
+                    self._begin(each.island)
         assert self._place is not None
-        code = None if self._is_away else self._place.poll()
-        if code is not None and not self.seen.is_finished:
+        if not self._is_away and (code := self._place.poll()) is not None:
             if code:
                 raise TrainingError(f"the meeting place has failed with exit code {code}: see {self._place_said.path}")
-            self.seen.is_finished, self.seen.end_s = True, time.monotonic()
+            self._has_ended = True
 
     def _is_over(self) -> bool:
-        if any(each.code is None and each.island not in self._held for each in self.seen.ran):
-            return self.seen.is_finished and time.monotonic() > self.seen.end_s + _ENDING_S
+        if self.seen.is_finished and time.monotonic() > self.seen.end_s + _ENDING_S:
+            return True
+        if any(each.code is None and not self._is_held(each) for each in self.seen.ran):
+            return False
         # All that can move has ended: what is due may bring one back.
-        return self.seen.is_finished or not self._due
+        return self._has_ended if self.seen.is_finished else not self._due
+
+    def _is_held(self, ran: Ran) -> bool:
+        """Whether a process stands still for good, or will not join any more: this loop ends it."""
+        return ran.island in self._held or (self.seen.is_finished and self._join_of(ran.island) >= 0)
 
     def _left(self) -> int:
         """Processes of islands that have ended, after they had time to end as well."""

@@ -31,12 +31,14 @@ class Orders:
     """What a process of island `island` is to do. `faults` and `tells` are words of faults by their number.
 
     It carries out the faults. At the place of one that it tells, it waits until the rehearsal has answered by a file.
+    An island that `joins` by a fault waits for that answer before it joins.
     """
 
     events: str  # path
     island: int = -1
     faults: dict[str, str]
     tells: dict[str, str]
+    joins: int = -1
 
     @property
     def text(self) -> str:

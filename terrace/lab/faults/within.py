@@ -17,12 +17,13 @@ from terrace.base.errors import ConfigError
 from terrace.base.words import counted
 from terrace.lab.faults.grammar import Fault, Where, parse_fault
 from terrace.lab.faults.orders import Happening, Written, read_orders
+from terrace.program.instruction import Instruction
 from terrace.roster.entries import Attempted
 from terrace.roster.island import Kept
 from terrace.roster.links import LinkError, Links
 from terrace.roster.outer import RosterState
 from terrace.runtime.messages import Progress
-from terrace.train.injected import Faults
+from terrace.train.injected import BEGINS, Faults
 
 _POLL_S = 0.005
 _ANSWER_S = 20.0  # for the rehearsal to carry out what it was told
@@ -47,23 +48,29 @@ class Injected(Faults):
 
     def watched(self, progress: Progress, step: Callable[[], int]) -> Progress:
         def told(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
-            number = step() + 1
-            if number != self._step:
-                self._step, self._since_s = number, time.monotonic()
-                if not self._is_training:
-                    self._is_training = True
-                    self.events.add("trains", number)
-                self.reach(Where(kind="step", number=number))
-            op = getattr(instruction, "op", None)
-            if op is not None:
-                self.reach(Where(kind="instruction", number=number, name=str(op.value)))
+            if instruction == BEGINS:
+                self._begin(step() + 1)
+            # Between steps, parameters that an exchange or a checkpoint has changed are sent round.
+            elif self._is_training and isinstance(instruction, Instruction):
+                self.reach(Where(kind="instruction", number=self._step, name=instruction.op.value))
             self.drag()
             progress(counter, instruction, waiting_on)
 
         return told
 
+    def _begin(self, number: int) -> None:
+        self._step, self._since_s = number, time.monotonic()
+        if not self._is_training:
+            self._is_training = True
+            self.events.add("trains", number)
+        self.reach(Where(kind="step", number=number))
+
     def kept(self, state: RosterState) -> Kept:
         return _Exchanging(state, self)
+
+    def joins(self) -> None:
+        while self._orders.joins >= 0 and not self._orders.answer(self._orders.joins).exists():
+            time.sleep(_POLL_S)
 
     def meets(self, window: int) -> None:
         self._is_training = False
