@@ -189,7 +189,7 @@ def test_a_picture_has_a_row_for_each_island_and_a_sign_for_each_fault(tmp_path:
     header, first, second, place, legend = picture(seen, width=10)
     assert header == "          0 s   10 s"
     assert first == "island 0  ===....hh."
-    assert second == "island 1  .===!zzz"
+    assert second == "island 1  .==.!zzz"
     assert place == "meet      ========!="
     assert legend == LEGEND
 
