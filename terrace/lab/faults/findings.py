@@ -114,16 +114,18 @@ def waited_s(seen: Seen, number: int) -> float | None:
     after = [each for each in after if not is_struck(seen, each.island, each.begin_s, each.end_s)]
     if not after:
         return None
-    own = str(fault.island)
-    gone_s = (when_s for when_s, each in seen.entries if isinstance(each, Gone) and each.island == own)
-    until_s, total_s = min((when_s for when_s in gone_s if when_s > at_s), default=at_s), 0.0
-    windows = sorted({each.window for each in after})
-    for window in windows:
+    of_rounds = list[tuple[float, float]]()  # beginning and length
+    for window in sorted({each.window for each in after}):
         same = [each for each in after if each.window == window]
         begin_s = max(at_s, max(each.begin_s for each in same))
-        if window == windows[0] or begin_s < until_s:  # until it is out, each exchange may wait for it
-            total_s += max(each.end_s for each in same) - begin_s
-    return total_s
+        of_rounds.append((begin_s, max(each.end_s for each in same) - begin_s))
+    next_s = min((each for each in seen.done.values() if each > at_s), default=inf)
+    gone_s = (when_s for when_s, each in seen.entries if isinstance(each, Gone) and each.island == str(fault.island))
+    until_s = min((when_s for when_s in gone_s if when_s > at_s), default=inf)
+    if until_s < next_s:
+        # Until it is out, each exchange may wait for it.
+        return sum(length_s for begin_s, length_s in of_rounds if begin_s < until_s)
+    return max((length_s for begin_s, length_s in of_rounds if begin_s < next_s), default=None)
 
 
 def entries(seen: Seen) -> list[Entry]:
