@@ -155,11 +155,7 @@ def arrival(roster: Roster, contacts: Contacts, report: Report, now_s: float) ->
         return (), Reply(refused="all steps of the run are dealt: nothing is left to train")
     version = 0 if report.version == 0 and not roster.exchange else -1
     new = Joined(
-        island=report.island,
-        token=report.token,
-        addresses=report.addresses,
-        version=version,
-        trained=report.trained,
+        island=report.island, token=report.token, addresses=report.addresses, version=version, trained=report.trained
     )
     return (*opening, new), None
 
@@ -177,6 +173,7 @@ def differing(roster: Roster, report: Report) -> str:
 
 
 INITIAL_VALUE = "initial value"  # the fact that is a checksum of the initial parameters
+_ANOTHER = "begin another roster (terrace meet with another --log) from a checkpoint (--train.weights)"
 _SAME = "start it with the command of the others, or start another roster for it (terrace meet)"
 
 
@@ -204,17 +201,13 @@ def reply(roster: Roster, report: Report) -> Reply:
 def forsaken(roster: Roster, contacts: Contacts, report: Report, now_s: float) -> Reply | None:
     """The refusal of an island that waits to be healed while nobody has been heard who could; None for any other."""
     terms, member = roster.terms, roster.member(report.island)
-    if terms is None or roster.is_finished or not roster.window or member is None or member.version >= 0:
-        return None
     holders = [each.name for each in roster.members if each.version >= 0]
-    newest_s = max((contacts[name].at_s for name in holders if name in contacts), default=now_s)
-    if now_s - newest_s <= _RETURN * terms.patience_s:
+    silent_s = now_s - max((contacts[name].at_s for name in holders if name in contacts), default=now_s)
+    waits = member is not None and member.version < 0 and roster.window > 0 and not roster.is_finished
+    if terms is None or not waits or silent_s <= _RETURN * terms.patience_s:
         return None
-    silent = f"{now_s - newest_s:.0f} s without a report of an island that has the parameters ({', '.join(holders)})"
-    return Reply(refused=f"{silent}: {_ANOTHER}")
-
-
-_ANOTHER = "begin another roster (terrace meet with another --log) from a checkpoint (--train.weights)"
+    why = f"{silent_s:.0f} s without a report of an island that has the parameters ({', '.join(holders)})"
+    return Reply(refused=f"{why}: {_ANOTHER}")
 
 
 def settled(roster: Roster, contacts: Contacts, now_s: float, wait_for: int) -> tuple[Roster, tuple[Entry, ...]]:
