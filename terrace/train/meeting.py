@@ -70,7 +70,7 @@ class Meeting(Alone):
             secret().within("roster"),
             terms_of(run),
             island_facts(rank.job),
-            rank.faults.kept(self.state),
+            rank.reporter.faults.kept(self.state),
             ranks=Ranks(rank=rank.world.rank, gather=engine.comm.exchange),
             applied=self._applied,
             lost_s=run.train.timeout_s,
@@ -88,7 +88,7 @@ class Meeting(Alone):
         assert not first_step, "islands are not resumed"
         self._rank.dog.idle("joining the roster")
         self._rank.observer.note(f"island {self._island.name} joins the roster at {self._elastic.meet}")
-        self._rank.faults.joins()
+        self._rank.reporter.faults.joins()
         self._deal = self._island.join()
         if self._deal is None:
             raise TrainingError("the roster was finished before a window was dealt to this island: nothing was trained")
@@ -119,7 +119,7 @@ class Meeting(Alone):
         engine = self._rank.engine
         engine.drain()
         self._rank.dog.idle("meeting the other islands")
-        self._rank.faults.meets(self._deal.window)
+        self._rank.reporter.faults.meets(self._deal.window)
         name = next(filter(None, engine.comm.exchange(self._stops.requested() or "")), "")
         self._deal = self._island.meet(self._tokens, leaves=bool(name))
         self._tokens = 0

@@ -47,7 +47,7 @@ class Reporter:
     """Reports to the watchdog the current instruction of step `step`, or of the evaluation after it."""
 
     def __init__(self, dog: Watchdog, faults: Faults, *, compiles: bool) -> None:
-        self._dog, self.patience = dog, Patience()
+        self._dog, self.patience, self.faults = dog, Patience(), faults
         self.at: Progress = faults.watched(self._at, lambda: self.step)
         self.step = 0
         self.num_before = 0  # instructions of the step and of evaluations behind it, before those that run
@@ -70,8 +70,7 @@ class RankOfRun:
         )
         self.deals = Deals(run.plan.shares, job.deals)
         self.learning = learning_of(run, self.batches)
-        self.faults = faults_of(world)
-        self.reporter = Reporter(dog, self.faults, compiles=bool(run.train.compile))
+        self.reporter = Reporter(dog, faults_of(world), compiles=bool(run.train.compile))
         self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
         if self.engine.below.words:
             observer.note(self.engine.below.words)

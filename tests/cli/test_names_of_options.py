@@ -36,6 +36,7 @@ MEANINGS = {
     "--dtype": r"^dtype of (the )?weights",
     "--experts": r"copies of every MLP",
     "--explain": r"start nothing",
+    "--fault": r"island 2 kill at exchange 3",
     "--folder": r"run folder to make",
     "--force": r"^replace (the|files)",
     "--format": r"^hf: safetensors",

@@ -38,14 +38,16 @@ class Run(Emulated):
         "cluster it names"
     )
     islands: int | None = option(
-        "N", "no network and no root: start so many islands of a roster, numbered from 0, and the place where they meet"
+        "N", "islands with which the run begins, numbered from 0: a roster of processes, without a network and root"
     )
     fault: list[str] | None = option(
         "FAULT",
         "a fault, such as 'island 2 kill at exchange 3', or 'rank 1 kill at step 5' in a run without islands; may be "
         "given several times",
     )
-    folder: Path | None = option("DIR", "folder of the runs with faults, their output and the log (default: in runs/)")
+    folder: Path | None = option(
+        "DIR", "run folder to make, with those of all islands, their output and the log (default: in runs/)"
+    )
 
 
 class Check(Emulated):
