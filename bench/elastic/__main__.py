@@ -1,6 +1,7 @@
 """Islands of which one is killed every 20 s: what survivors lose and how many tokens count, beside torchft's DiLoCo.
 
     python -m bench.elastic [--seconds 480] [--every 18] [--seeds 0 1 2]        as root, with the extra lab
+    python -m bench.elastic --in-exchange                          an island is killed in its next exchange
     python -m bench.elastic --runs none                            the table again, from the results
 
 Three islands, each in a network namespace with a link of 8 Mbit/s, so that an exchange takes some 0.8 s, and a
@@ -39,11 +40,11 @@ _RATE = 1e6  # bytes/s of an island's link
 RUNS = {"own": (OWN, True), "torchft": (TORCHFT, True), "undisturbed": (OWN, False)}
 
 
-def run(name: str, seed: int, seconds: float, every: int) -> dict[str, Any]:
+def run(name: str, seed: int, setting: dict[str, Any]) -> dict[str, Any]:
     """One run, and its figures."""
     contestant, is_faulty = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(contestant=contestant, folder=folder, seed=seed, seconds=seconds, every=every)
+        job = Job(contestant=contestant, folder=folder, seed=seed, **setting)
         job = job if is_faulty else replace(job, fault_s=0.0)
         sizes = {"package": 1, "node": 1, "system": job.islands}
         words = [sys.executable, "-m", "terrace", "rehearse", "run", "--cluster", PRESET, *overrides({"system": _RATE})]
@@ -54,8 +55,7 @@ def run(name: str, seed: int, seconds: float, every: int) -> dict[str, Any]:
         return {
             "run": name,
             "seed": seed,
-            "seconds": seconds,
-            "every": every,
+            **setting,
             "faults": len(faults(job)),
             "load": os.getloadavg()[0],
             **found,
@@ -158,6 +158,7 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--every", type=int, default=18, help="steps of a window, 0.5 s each")
+    parser.add_argument("--in-exchange", action="store_true", help="kill an island when it next exchanges")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", nargs="+", choices=[*RUNS, "none"], default=list(RUNS))
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "elastic.jsonl")
@@ -165,13 +166,12 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     lines = options.results.read_text().splitlines() if options.results.exists() else []
-    found = [
-        each for each in map(json.loads, lines) if (each["seconds"], each["every"]) == (options.seconds, options.every)
-    ]
+    setting = {"seconds": options.seconds, "every": options.every, "in_exchange": options.in_exchange}
+    found = [each for each in map(json.loads, lines) if each.items() >= setting.items()]
     for seed in options.seeds:
         for name in RUNS:
             if name in options.runs and not any((each["run"], each["seed"]) == (name, seed) for each in found):
-                found.append(run(name, seed, options.seconds, options.every))
+                found.append(run(name, seed, setting))
                 print(json.dumps({key: value for key, value in found[-1].items() if key != "curve"}), flush=True)
                 with options.results.open("a") as file:
                     file.write(json.dumps(found[-1]) + "\n")

@@ -29,8 +29,8 @@ _HELD_OUT, _EVALUATED = 0.02, 96  # of the text; rows of it
 class Job:
     """One run. `rounds` is the number of micro-batches of a step of all islands; a window is `every` steps.
 
-    A killed island is there again `restart_s` later; one is killed every `fault_s` seconds (0: none). `notice_s` is how
-    long a dead process is waited for.
+    A killed island is there again `restart_s` later; one is killed every `fault_s` seconds (0: none), with
+    `in_exchange` as soon as it exchanges. `notice_s` is how long a dead process is waited for.
     """
 
     contestant: str
@@ -43,6 +43,7 @@ class Job:
     micro_s: float = 0.25
     fault_s: float = 20.0
     restart_s: float = 8.0
+    in_exchange: bool = False
     notice_s: float = 2.5
 
     @property

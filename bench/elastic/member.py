@@ -31,12 +31,14 @@ from terrace.launch.seal import Seal
 from terrace.plan.outer import Outer
 from terrace.roster.entries import Attempted, Terms
 from terrace.roster.island import Island
+from terrace.roster.links import Links
 from terrace.roster.outer import RosterState
 from terrace.roster.place import Place
 
 OWN, TORCHFT, LOG = "terrace", "torchft", "roster.jsonl"
 _SEAL = Seal(b"a benchmark on one machine, not a secret", "the benchmark")
 _STARTING_S = 25.0  # of all processes
+_WITHIN_S = 0.2  # after the begin of an exchange, which takes four times as long
 _SPARE_S = 4.0  # after the start of a process, the next one is started
 
 
@@ -81,6 +83,8 @@ def supervise(job: Job, rank: int) -> None:
         _sleep_until(at_s + _SPARE_S)
         spare = _started(job, rank) if second < job.seconds else None
         _sleep_until(begin_s + second)
+        if job.in_exchange and second < job.seconds:
+            second = _exchanging(job, rank) - begin_s
         code = child.poll()
         events.add(kind="kill", code=code)
         child.send_signal(signal.SIGKILL)
@@ -96,6 +100,21 @@ def _started(job: Job, rank: int) -> "subprocess.Popen[bytes]":
     # Its imports disturb the others as little as they can; it ends its niceness when it begins.
     own = ["-m", "bench.elastic.member", json.dumps(asdict(job)), "--island", str(rank)]
     return subprocess.Popen(["nice", "-n", "10", sys.executable, *own], stdin=subprocess.PIPE)
+
+
+def _exchanging(job: Job, rank: int) -> float:
+    """Waits until the island of this rank is within an exchange, at most until a window and an exchange have passed."""
+    path, end_s = _mark(job, rank), time.time() + 3 * job.every
+    path.unlink(missing_ok=True)
+    while not path.exists() and time.time() < end_s:
+        time.sleep(0.01)
+    time.sleep(_WITHIN_S)
+    return time.time()
+
+
+def _mark(job: Job, rank: int) -> Path:
+    """The file that an island touches when it begins to send."""
+    return Path(job.folder) / f"exchanging-{rank}"
 
 
 def _sleep_until(second: float) -> None:
@@ -119,10 +138,22 @@ def _lighthouse(job: Job, held: list[Any]) -> list[Any]:
     return [own_address(), int(found.address().rpartition(":")[2])]
 
 
+class _Marking(RosterState):
+    """Touches a file when an exchange begins."""
+
+    mark = Path()
+
+    def exchange(self, attempt: Attempted, own: str, links: Links) -> None:
+        if len(attempt.islands) > 1:
+            self.mark.touch()
+        super().exchange(attempt, own, links)
+
+
 def terrace_island(job: Job, rank: int, meeting: tuple[str, int], events: Events, model: Model) -> None:
     """Train the windows that the roster deals to this island."""
     outer = Outer(tier="roster", every=job.every, lr=OUTER_LR, momentum=OUTER_MOMENTUM)
-    state = RosterState(outer, [model.flat], torch.float32)
+    state = _Marking(outer, [model.flat], torch.float32)
+    state.mark = _mark(job, rank)
     terms = Terms(every=job.every, steps=1_000_000, rounds=job.rounds, patience_s=4 * job.notice_s)
 
     def applied(attempt: Attempted) -> None:
@@ -185,12 +216,18 @@ def torchft_island(job: Job, rank: int, meeting: tuple[str, int], events: Events
         init_sync=False,
     )
     asked: Callable[..., bool] = manager.should_commit
+    sent: Callable[..., Any] = manager.allreduce
 
     def should_commit(*words: Any, **names: Any) -> bool:
         committed.append(asked(*words, **names))
         return committed[-1]
 
-    manager.should_commit = should_commit
+    def allreduce(*words: Any, **names: Any) -> Any:
+        if manager.num_participants() > 1:
+            _mark(job, rank).touch()
+        return sent(*words, **names)
+
+    manager.should_commit, manager.allreduce = should_commit, allreduce
     outer = torch.optim.SGD(model.module.parameters(), lr=OUTER_LR, momentum=OUTER_MOMENTUM, nesterov=True)
     step, share = 0, job.rounds // job.islands
     # One message of all parameters, as fast as it can be.
