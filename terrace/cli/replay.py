@@ -24,6 +24,11 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.log is not None:
         raise ConfigError("--log is of a roster, all of whose exchanges are repeated: leave --step out")
     config = read_trained(options.folder, "which draws anew: replay takes a run of terrace train", teaches=True)
+    if config.elastic.meet:
+        raise ConfigError(
+            f"{options.folder} is an island of a roster, whose steps depend on the others: leave --step out, and all "
+            "exchanges are repeated from the log of terrace meet"
+        )
     if not 1 <= options.step <= config.train.steps:
         raise ConfigError(f"--step {options.step}: the run has steps 1 to {config.train.steps}")
     from terrace.checkpoint.layout import complete, step_of

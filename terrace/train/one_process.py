@@ -68,13 +68,14 @@ def on_one_rank(run: RunConfig) -> RunConfig:
     """
     why = ""
     if run.plan.wire:
-        why = f"plan.wire = {dict(run.plan.wire)} rounds messages, and one process has none"
+        why = f"plan.wire = {dict(run.plan.wire)} rounds messages between ranks, and one process has none"
     elif run.plan.outer.has_islands:
-        why = "plan.outer has islands in one job"
+        why = "plan.outer has islands on the ranks of the run"
     elif run.train.objective == DISTILL:
         why = f'train.objective = "{DISTILL}" has a teacher on the ranks of the run'
     if why:
-        raise ConfigError(f"{why}: name a step (--step N), which is repeated on the ranks of its run")
+        fix = "only islands without it are replayed" if run.elastic.meet else "name a step (--step N) to repeat on them"
+        raise ConfigError(f"{why}: {fix}")
     if run.cluster.world_size == 1:
         return run
     plan = replace(

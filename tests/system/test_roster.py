@@ -182,6 +182,7 @@ def test_a_meeting_place_that_is_stopped_says_that_islands_wait(tmp_path: Path) 
         (["other"], "other/roster.jsonl is not there: name a step of this run"),
         (["other", "--step", "1", "--log", "x"], "leave --step out"),
         (["other", "--log", "empty"], "no island has joined"),
+        (["other", "--step", "1"], "whose steps depend on the others: leave --step out"),
     ],
 )
 def test_what_is_no_roster_is_not_replayed(tmp_path: Path, words: list[str], line: str) -> None:
