@@ -50,8 +50,10 @@ def slices_of(mesh: Mesh, rank: int) -> Slices:
     return partial(rank_slices, mesh=mesh, rank=rank)
 
 
-def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
+def held(flat: FlatParam, *, own: bool = True) -> Iterator[Held]:
     """State of a flat parameter that a checkpoint stores: the optimizer's slice, or the frozen values.
+
+    Of rows that are kept below the device one part is in memory at a time.
 
     Under a plan with islands the model's value is the anchor (terrace.checkpoint.islands). If islands' `own` state is
     not included, each island's inner optimizer state counts as the model's, as when every island starts from the
@@ -62,18 +64,21 @@ def held(flat: FlatParam, *, own: bool = True) -> list[Held]:
     is_first = flat.is_first(tier) and not island
     if not flat.spec.trainable:
         # Frozen parameters stay on the parameters' tier. The optimizer has no state of them but those below the device.
-        frozen = flat.optimizer.states[0].tensor if flat.optimizer.states else flat.shard
-        values = dict(zip(KINDS[FROZEN], (frozen,), strict=True))
-        return [Held(flat=flat, start=start, values=values, is_first=is_first)]
-    found = list[Held]()
+        (kind,) = KINDS[FROZEN]
+        for state in flat.optimizer.states:
+            for elements in state.windows(flat.padded):
+                at = start + elements.start
+                yield Held(flat=flat, start=at, values={kind: state.tensor}, is_first=is_first)
+        if not flat.optimizer.states:
+            yield Held(flat=flat, start=start, values={kind: flat.shard}, is_first=is_first)
+        return
     for part in flat.optimizer.parts:
         at, model = start + part.elements.start, dict(part.values)
         for outer in flat.outer_states:
             model, of_island = _anchored(outer, part, at_anchor=not own or not island)
             if own:
-                found.append(Held(flat=flat, start=at, values=of_island, is_first=flat.is_first(tier), island=island))
-        found.append(Held(flat=flat, start=at, values=model, is_first=is_first))
-    return found
+                yield Held(flat=flat, start=at, values=of_island, is_first=flat.is_first(tier), island=island)
+        yield Held(flat=flat, start=at, values=model, is_first=is_first)
 
 
 def is_in_blocks(flat: FlatParam) -> bool:

@@ -47,7 +47,6 @@ from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.states import FROZEN, OUTER_MOMENTUM
-from terrace.runtime.stored import opened
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -353,21 +352,26 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goe
 
     With `goes_on` the island's own state is loaded too; otherwise an island starts from the anchor.
     """
-    with opened(flat.optimizer.states):
-        # Padding is not stored, and must not keep the values it was initialised with.
-        for each in held(flat):
-            for values in each.values.values():
-                values.zero_()
-        parts = wanted_parts(flat, checkpoint, slices, goes_on=goes_on)
-        checkpoint.fill(flat.name, parts)
-        for part in parts:
-            for kind, values in part.values.items():
-                if not is_finite(values):
-                    raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
+    for window in flat.windows():
+        with window:
+            _fill(flat, checkpoint, slices, goes_on=goes_on)
     if flat.spec.trainable:
         flat.optimizer.num_steps = checkpoint.num_updates
     for outer in flat.outer_states:
         (outer.go_on if goes_on else outer.begin_again)()
+
+
+def _fill(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool) -> None:
+    # Padding is not stored, and must not keep the values it was initialised with.
+    for each in held(flat):
+        for values in each.values.values():
+            values.zero_()
+    parts = wanted_parts(flat, checkpoint, slices, goes_on=goes_on)
+    checkpoint.fill(flat.name, parts)
+    for part in parts:
+        for kind, values in part.values.items():
+            if not is_finite(values):
+                raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
 
 
 def wanted_parts(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False) -> list[BoxValues]:

@@ -14,7 +14,7 @@ HOST: Side = "host"
 CORES = "host cores"  # the lane of updates on the host
 DEVICE: Medium = "device"
 PLACED = ("params", "grads", "optimizer")  # states that have a placement, and a medium
-KEPT = (*PLACED, "activations")  # all that has a medium
+KEPT = (*PLACED, "activations", "table")  # all that has a medium
 # Groups of states that one instruction changes together (terrace.plan.kept).
 GroupName = Literal["states", "momentum", "matrices"]
 STATES: GroupName = "states"
@@ -35,6 +35,7 @@ class Keep:
     grads: Medium = "device"  # accumulated gradients
     params: Medium = "device"  # the working copy of the parameters
     activations: Medium = "device"  # inputs of blocks, from their forward to their backward (terrace.plan.boundaries)
+    table: Medium = "device"  # rows that `Plan.vocabulary` spreads, and their states (terrace.plan.kept_rows)
     update: Side = "device"  # where UPDATE runs: on the device or on the host's cores
     order: Order = "forward"  # of updates: behind CLIP, or each in the backward behind the SYNC of its block
     blocks: tuple[str, ...] = ()  # the blocks whose inputs leave, as in `Plan.recompute`; empty: all layers
@@ -60,6 +61,11 @@ class Keep:
     def activations_below(self) -> bool:
         """Whether inputs of blocks are kept below the device, from their forward to their backward."""
         return self.activations != DEVICE
+
+    @cached_property
+    def table_below(self) -> bool:
+        """Whether rows of the table, with their optimizer states, are kept below the device."""
+        return self.table != DEVICE
 
     @cached_property
     def updates_on_host(self) -> bool:
@@ -93,7 +99,7 @@ class Keep:
     @cached_property
     def media(self) -> tuple[Medium, ...]:
         """The media below the device in use, each once."""
-        used = dict.fromkeys((self.optimizer, self.params, self.grads, self.activations))
+        used = dict.fromkeys((self.optimizer, self.params, self.grads, self.activations, self.table))
         return tuple(each for each in used if each != DEVICE)
 
     @cached_property

@@ -45,6 +45,8 @@ def check_keep(cluster: Cluster, plan: Plan) -> None:
             f"keep.optimizer = {keep.optimizer!r} has no effect: optimizer {plan.update!r} keeps no state besides the "
             "parameters; leave it out"
         )
+    if keep.table_below:
+        _check_table(plan)
     if keep.updates_on_host:
         _check_update(cluster, plan)
     if keep.params_below:
@@ -156,6 +158,17 @@ def _check_grads(plan: Plan) -> None:
             f"{said} beside expert_gaps: later parts of a message would read gradients that have left the device; "
             "leave one out"
         )
+
+
+def _check_table(plan: Plan) -> None:
+    said = f"keep.table = {plan.keep.table!r}"
+    if not plan.vocabulary:
+        raise PlanError(
+            f"{said} has no effect: it is of the table whose rows plan.vocabulary spreads; write vocabulary, too, or "
+            "leave it out"
+        )
+    if plan.outer.has_islands:
+        raise PlanError(f"{said} beside plan.outer: islands exchange the changes of all rows; leave one of them out")
 
 
 def kept_in(plan: Plan, folder: str | Path | None, key: str = "keep_folder") -> Path | None:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.keep import MATRICES, MOMENTUM, NUM_WAYS, STATES, GroupName
+from terrace.plan.kept_rows import row_pages
 from terrace.plan.pieces import Piece, whole_pieces, with_mark
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import moments, rests_master
@@ -49,11 +50,12 @@ class Group(NamedTuple):
 def groups(plan: Plan, flat: FlatParamSpec) -> tuple[Group, ...]:
     """The groups of a flat buffer that are kept below the device, in the order in which a step changes them.
 
+    A spread table has none: its rows have a medium of their own (terrace.plan.kept_rows).
     MOMENTUM, of Muon, is changed by ORTHOGONALISE, the others by UPDATE: MATRICES, the parameters of matrices that are
     updated whole, then STATES, those of elementwise updates. Projectors and moments of projected matrices are small and
     stay on the device.
     """
-    if not plan.keep.optimizer_below or not flat.trainable:
+    if not plan.keep.optimizer_below or not flat.trainable or flat.is_spread:
         return ()
     owned = flat.padded // flat.layout.span(flat.layout.optimizer)
     state = plan.optimizer_states or plan.sums
@@ -198,6 +200,8 @@ def resting_bytes(plan: Plan, blocks: Sequence[Sequence[FlatParamSpec]]) -> dict
         found[keep.params] += sum(params_bytes(plan, flats) for flats in blocks)
     if keep.grads_below:
         found[keep.grads] += sum(grads_bytes(plan, flats) for flats in blocks)
+    for flats in blocks if keep.table_below else ():
+        found[keep.table] += sum(rows.num_bytes for flat in flats for rows in row_pages(plan, flat))
     return found
 
 

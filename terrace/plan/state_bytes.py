@@ -51,7 +51,12 @@ def rests_master(plan: Plan, flat: FlatParamSpec) -> bool:
     """
     if not plan.keep.optimizer_below or flat.is_coded or plan.outer.has_islands or not flat.trainable:
         return False
-    return keeps_master(plan, flat.layout)
+    return keeps_master(plan, flat.layout) and not flat.is_spread
+
+
+def rests_rows(plan: Plan, flat: FlatParamSpec) -> bool:
+    """Whether a flat buffer is a table whose rows, with all their states, are kept below the device."""
+    return flat.is_spread and plan.keep.table_below
 
 
 def accumulates_in_place(layout: Layout) -> bool:
@@ -74,6 +79,8 @@ def blocks_bytes(plan: Plan, flats: Sequence[Sequence[FlatParamSpec]]) -> list[d
 
 
 def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
+    if rests_rows(plan, flat):
+        return {"params": 0, "grads": 0, "optimizer": 0}
     summed = FORMATS[plan.sums].element_bytes
     layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
     held = flat.element_bytes(plan)
@@ -91,7 +98,7 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
         found["optimizer"] = kept * FORMATS[plan.master].element_bytes
         if whole and parse_update(plan.update).projects:
             found["optimizer"] += projected_bytes(plan, flat.matrix_slices)
-        elif not plan.keep.optimizer_below:
+        elif flat.is_spread or not plan.keep.optimizer_below:
             found["optimizer"] += moment_bytes(plan, moments(plan.update, owned, padded - whole))
         found["outer"] = owned * summed * plan.outer.num_slices
         found["feedback"] = sum(residual_numels(layout, plan, padded)) * RESIDUAL_BYTES * RESIDUAL_COPIES

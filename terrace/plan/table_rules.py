@@ -6,7 +6,6 @@ from dataclasses import replace
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
-from terrace.plan.keep import DEVICE, PLACED
 from terrace.plan.mesh import STAGE, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import recomputed_parts
@@ -109,15 +108,10 @@ def _check_states(plan: Plan, name: str) -> None:
     asked = {
         f"master = {plan.master!r}": plan.master == "bf16",
         f"optimizer_states = {plan.optimizer_states!r}": plan.optimizer_states is not None,
-        f"keep.{_kept(plan)}": plan.keep.is_below,
     }
     for words, is_asked in asked.items():
         if is_asked:
             raise PlanError(
-                f"{words} with vocabulary: rows of {name} are updated one by one, with states in full "
-                f"precision on the device; leave it out, {_LEAVE_OUT}"
+                f"{words} with vocabulary: rows of {name} are updated one by one, with states in full precision; "
+                f"leave it out, {_LEAVE_OUT}"
             )
-
-
-def _kept(plan: Plan) -> str:
-    return next((f"{each} = {getattr(plan.keep, each)!r}" for each in PLACED if getattr(plan.keep, each) != DEVICE), "")

@@ -70,14 +70,18 @@ class MessageClass(StrEnum):
     RESHARD = "reshard"  # parameters from training ranks to generation ranks, between steps
     KEEP_READ = "keep_read"  # states that are kept below the device, from their medium
     KEEP_WRITE = "keep_write"  # the same states back to their medium
+    ROW_READ = "row_read"  # rows of a table that is kept below the device, with their states, from their medium
+    ROW_WRITE = "row_write"  # the rows that an update has changed, back to their medium
     CONTROL = "control"  # squared norm, loss, token count and rounding errors: a few fp64 numbers a step
 
 
 ROUTED_ROWS = (MessageClass.DISPATCH, MessageClass.COMBINE)  # rows of tokens or tables, each encoded separately
-ROUTED = (*ROUTED_ROWS, MessageClass.ROUTE)  # declared batch by batch
+ROUTED = (*ROUTED_ROWS, MessageClass.ROUTE)
+BY_BATCH = (*ROUTED, MessageClass.ROW_READ, MessageClass.ROW_WRITE)  # declared batch by batch
 # Classes that are sent in the dtype in which they are stored.
 _AS_THEY_ARE = (
-    *("route", "choices", "counts", "tie", "peer_copy", "hidden", "reshard", "keep_read", "keep_write", "control"),
+    *("route", "choices", "counts", "tie", "peer_copy", "hidden", "reshard", "keep_read", "keep_write", "row_read"),
+    *("row_write", "control"),
 )
 PLACEABLE = tuple(message for message in MessageClass if message not in _AS_THEY_ARE)
 GRADIENTS = (MessageClass.REDUCE, MessageClass.SYNC)

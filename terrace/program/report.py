@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from terrace.plan.wire import ROUTED, MessageClass
+from terrace.plan.wire import BY_BATCH, MessageClass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,5 +70,5 @@ def read_plain(table: Mapping[str, Any]) -> StepReport:
 
 
 def declared_ahead(sent: Mapping[tuple[MessageClass, str], int]) -> dict[tuple[MessageClass, str], int]:
-    """Bytes by message class and tier, without routed messages, whose bytes depend on the batch."""
-    return {key: size for key, size in sent.items() if key[0] not in ROUTED}
+    """Bytes by message class and tier, without those of routed messages and rows, which depend on the batch."""
+    return {key: size for key, size in sent.items() if key[0] not in BY_BATCH}

@@ -18,7 +18,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Outer
 from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
 from terrace.plan.products import products_words
-from terrace.plan.wire import ROUTED, MessageClass
+from terrace.plan.wire import BY_BATCH, MessageClass
 from terrace.program.report import StepReport
 from terrace.program.verdict import judged
 from terrace.report.markup import meter
@@ -255,9 +255,9 @@ def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
 
 
 def _by_batch(predicted: StepReport) -> set[MessageClass]:
-    # Message classes whose bytes depend on the batch: routed ones, and CONTEXT with balance = "cost". The run itself
+    # Message classes whose bytes depend on the batch: routed ones, rows below, and CONTEXT with balance = "cost". The run itself
     # checks them against each batch.
-    return {MessageClass.CONTEXT, *ROUTED} - {message for message, _ in predicted.sent_bytes}
+    return {MessageClass.CONTEXT, *BY_BATCH} - {message for message, _ in predicted.sent_bytes}
 
 
 def _as_told(predicted: StepReport, measured: StepReport) -> StepReport:

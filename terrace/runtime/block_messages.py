@@ -154,7 +154,8 @@ class ParameterMessages:
         """UPDATE on the host's cores, which goes on behind the instructions that follow."""
         self.open(now.block)
         tickets = [flat.update_on_host(scale, lr) for flat in self._state.trainable(now.block)]
-        self._on_host[now.block] = tickets[-1]
+        # Rows of a table are updated at once.
+        self._on_host[now.block] = next((each for each in reversed(tickets) if each is not DONE), DONE)
         self._messages.clock.mark("update")
 
     def open(self, block: int, *, reads: bool = False) -> None:

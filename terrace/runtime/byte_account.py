@@ -7,24 +7,32 @@ up, whose bytes no program declares.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from terrace.base.errors import ProgramError
 from terrace.comm.ledger import Ledger
 from terrace.plan.wire import MessageClass
 from terrace.program.program import Program
-from terrace.runtime.in_block import InBlockAxis
 
 Key = tuple[MessageClass, str]  # message class and tier
+
+
+class Declares(Protocol):
+    """Declares bytes that the plan alone does not give."""
+
+    @property
+    def declared(self) -> Mapping[Key, int]: ...
 
 
 class ByteAccount:
     """The account of one rank that runs `program`. `executed` are the bytes declared by all programs that have run.
 
+    `by_batch` have counted bytes that depend on the micro-batches: axes, and rows below the device.
     `num_steps` counts training steps that were not given up.
     """
 
-    def __init__(self, program: Program, ledger: Ledger, executed: Counter[Key], axes: Sequence[InBlockAxis]) -> None:
-        self._program, self._ledger, self._executed, self._axes = program, ledger, executed, axes
+    def __init__(self, program: Program, ledger: Ledger, executed: Counter[Key], by_batch: Sequence[Declares]) -> None:
+        self._program, self._ledger, self._executed, self._by_batch = program, ledger, executed, by_batch
         self.num_steps = 0
         self._cycles = (0, Counter[Key]())  # of whole cycles of islands: steps, their bytes
         self._given_up, self._outside = Counter[Key](), Counter[Key]()
@@ -60,8 +68,8 @@ class ByteAccount:
         """
         # Zero of each key of the program if its first step was given up.
         expected = {**dict.fromkeys(self._program.sent_bytes, 0), **self._executed}
-        for axis in self._axes:  # bytes that depend on the micro-batches, which axes have counted
-            expected = {**axis.declared, **expected}
+        for each in self._by_batch:
+            expected = {**each.declared, **expected}
         return Counter(expected) + Counter(self._ledger.again()) + self._given_up
 
     def check(self, rank: int) -> None:

@@ -5,9 +5,9 @@ Checkpoints see the state of any optimizer as `StatePart`s.
 The update of an element depends on that element alone, so any slice of a flat buffer can be updated separately.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from terrace.plan.keep import STATES
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.states import KINDS, UNSIGNED, kinds_of
-from terrace.runtime.stored import State, Storage, chunks
+from terrace.runtime.stored import RowWise, State, Storage, chunks
 
 
 class Gradient(Protocol):
@@ -68,6 +68,7 @@ class Elementwise:
         storage = (storage or Storage(gradient.dtype)).group(STATES, numel, start, decayed)
         self.num_steps = 0
         self._gradient, self._decayed, self._config, self._start = gradient, decayed, config, start
+        self._numel = numel
         self.states: tuple[State, ...] = (
             storage.parameters(master, start),
             *(storage.zeros(kind, numel, start, device, signed=kind not in UNSIGNED) for kind in KINDS[self.group][1:]),
@@ -88,8 +89,9 @@ class Elementwise:
         return sum(state.nbytes for state in self.states[1:])
 
     @property
-    def parts(self) -> list[StatePart]:
-        return [whole_part(self.group, *(state.tensor for state in self.states))]
+    def parts(self) -> Iterator[StatePart]:
+        for elements in self.states[0].windows(self._numel):
+            yield replace(whole_part(self.group, *(state.tensor for state in self.states)), elements=elements)
 
     @torch.no_grad()
     def update(self, lr: float, gathered: Tensor | None = None) -> None:
@@ -105,18 +107,17 @@ class Elementwise:
 
     @torch.no_grad()
     def update_rows(self, rows: Tensor, width: int, gradient: Tensor, lr: float) -> None:
-        """Take one step on distinct `rows` (n) of `width` elements each, with their `gradient` (n width).
+        """Update distinct `rows` (n) of `width` elements each, with their `gradient` (n width), as part of a step.
 
         All elements take weight decay. Other rows keep parameters and moments. States must be stored exactly.
         """
-        assert all(state.is_exact for state in self.states), "narrow states have no row-wise update"
-        tables = [state.tensor[: state.tensor.numel() // width * width].view(-1, width) for state in self.states]
-        values = [table.index_select(0, rows).view(-1) for table in tables]
+        states = [cast(RowWise, state) for state in self.states if state.is_exact]
+        assert len(states) == len(self.states), "narrow states have no row-wise update"
+        values = [state.read_rows(rows, width).view(-1) for state in states]
         if len(rows):
             self._step(values, gradient, len(gradient), lr)
-        for table, each in zip(tables, values, strict=True):
-            table.index_copy_(0, rows, each.view(-1, width))
-        self.num_steps += 1
+        for state, each in zip(states, values, strict=True):
+            state.write_rows(rows, each.view(-1, width))
 
     def _step(self, values: list[Tensor], gradient: Tensor, num_decayed: int, lr: float) -> None:
         """Update `values` in place: one tensor per state, parameters first. The first `num_decayed` elements decay."""

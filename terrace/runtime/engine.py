@@ -124,7 +124,8 @@ class Engine:
             compiled=whole_blocks,
             progress=setup.progress,
         )
-        self.bytes = ByteAccount(self.program, self.comm.ledger, self.runner.declared_bytes, self.axes)
+        by_batch = (*self.axes, self.below)
+        self.bytes = ByteAccount(self.program, self.comm.ledger, self.runner.declared_bytes, by_batch)
         self.below.on_piece(self.runner.messages.moved)
         self.island = self.runner.island
 

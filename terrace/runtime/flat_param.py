@@ -6,6 +6,7 @@ version counter, and a refill would look like an illegal in-place change.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from terrace.runtime.pages import Pages
 from terrace.runtime.pruned_blocks import NOT_PRUNED, PrunedBlocks, in_parts, penalty_gradient
 from terrace.runtime.scaling import Scaling
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.stored import opened
 from terrace.runtime.whole_matrices import ShardedMatrices
 
 Initial = Callable[[ParamSpec], Tensor]
@@ -74,8 +76,7 @@ class FlatParam(RankSlices):
         self._rests_master = rests_master(plan, spec)
         self._keeps_master = keeps_master(plan, layout, coded=spec.is_coded) and not self._rests_master
         self._pages = pages or Pages()
-        make = self._pages.make if layout.frees else torch.empty
-        self.full = make(self.padded, dtype=DTYPES[spec.dtype(plan)], device=device)
+        self.full = self._make_full(DTYPES[spec.dtype(plan)], device)
         self._values = DTYPES[plan.compute] if spec.is_coded else self.full.dtype  # of gradients and gathered matrices
         self.codes: MatrixCodes | None = None
         if spec.is_coded:
@@ -131,6 +132,10 @@ class FlatParam(RankSlices):
         self._meter.add("params", 0 if below.params else self.shard.nbytes)
         self._meter.add("secondary", self.secondary.nbytes if self.secondary is not None else 0)
         self._meter.add("outer", sum(each.nbytes for each in self.outer_states))
+
+    def windows(self) -> Iterator[AbstractContextManager[None]]:
+        """Contexts in which a checkpoint sets the states, a part of them at a time."""
+        yield opened(self.optimizer.states)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters by name. They have values only while gathered."""
@@ -318,6 +323,10 @@ class FlatParam(RankSlices):
             origin = Origin(self.name, device, self._meter)
             self.outer_states = [OuterState(self._plan.outer, master, self.gradient.owned, origin)]
         self._meter.add("optimizer", self.optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
+
+    def _make_full(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        make = self._pages.make if self.layout.frees else torch.empty
+        return make(self.padded, dtype=dtype, device=device)
 
     def _make_parameters(self) -> list[nn.Parameter]:
         parameters = []

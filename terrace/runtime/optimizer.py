@@ -1,6 +1,6 @@
 """The optimizer protocol, and the choice of an optimizer for a flat parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -39,8 +39,8 @@ class Optimizer(Protocol):
         """Bytes of all states except `master`."""
 
     @property
-    def parts(self) -> list[StatePart]:
-        """The state that a checkpoint stores. Block-coded states are decoded into copies, unless already decoded."""
+    def parts(self) -> Iterable[StatePart]:
+        """The state that a checkpoint stores, a part at a time. Block-coded states are decoded into copies, unless already decoded."""
 
     def update(self, lr: float, gathered: Tensor | None = None) -> None:
         """Take one step. `gathered` is the gathered flat buffer, if matrices are updated as wholes."""

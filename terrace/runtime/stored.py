@@ -52,6 +52,9 @@ class State(Protocol):
     def visits(self, numel: int) -> Iterator[slice]:
         """The slices in which an update may read and write it, in order, for a state of `numel` elements."""
 
+    def windows(self, numel: int) -> Iterator[slice]:
+        """The slices of `numel` elements of which `tensor` has one at a time, while it is yielded."""
+
     def read(self, part: slice) -> Tensor:
         """Values of a slice, to be changed and passed to `write`."""
 
@@ -64,12 +67,25 @@ class State(Protocol):
     def close(self) -> None: ...
 
 
+class RowWise(Protocol):
+    """A state of a table whose rows are updated one by one."""
+
+    def read_rows(self, rows: Tensor, width: int) -> Tensor:
+        """A copy of some rows (n, width)."""
+
+    def write_rows(self, rows: Tensor, values: Tensor) -> None:
+        """Store the values (n, width) of distinct rows."""
+
+
 class _Resident:
     """A state in the memory of the device."""
 
     rests_below = False
 
     def visits(self, numel: int) -> Iterator[slice]:
+        yield slice(0, numel)
+
+    def windows(self, numel: int) -> Iterator[slice]:
         yield slice(0, numel)
 
 
@@ -90,6 +106,15 @@ class Exact(_Resident):
 
     def write(self, part: slice, values: Tensor, step: int) -> None:
         """Does nothing: `read` returned the state itself."""
+
+    def read_rows(self, rows: Tensor, width: int) -> Tensor:
+        """A copy of some rows (n, width) of a table."""
+        return self.tensor[: self.tensor.numel() // width * width].view(-1, width).index_select(0, rows)
+
+    def write_rows(self, rows: Tensor, values: Tensor) -> None:
+        """Store the values (n, width) of distinct rows."""
+        width = values.shape[1]
+        self.tensor[: self.tensor.numel() // width * width].view(-1, width).index_copy_(0, rows, values)
 
     def open(self) -> None: ...
 

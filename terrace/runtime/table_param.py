@@ -11,7 +11,8 @@ it, and corrects the bias of moments by the number of all steps.
 Shape legend: R rows of this rank, H elements of a row, n distinct rows.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,21 +23,25 @@ from torch.autograd.function import once_differentiable
 
 from terrace.base.errors import ModelError
 from terrace.comm.collectives import DTYPES
+from terrace.comm.lane import DONE, Ticket
 from terrace.comm.ledger import Meter
 from terrace.comm.rounding import Origin
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.plan import Plan
+from terrace.plan.state_bytes import rests_rows
 from terrace.runtime.elementwise import Elementwise
 from terrace.runtime.flat_gradient import FlatGradient
-from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.kept.states import Passages
+from terrace.runtime.flat_param import FlatParam, Initial
+from terrace.runtime.kept.host_update import Scale
+from terrace.runtime.kept.rows import KeptRows, RowState, RowStorage
+from terrace.runtime.kept.states import RESIDENT, Passages
 from terrace.runtime.kept.whole import Whole
 from terrace.runtime.linear import Matrix
 from terrace.runtime.noise import Noise
-from terrace.runtime.optimizer import make_optimizer
+from terrace.runtime.optimizer import NoOptimizer, make_optimizer
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.stored import Storage
+from terrace.runtime.stored import Storage, opened
 
 IdRoute = Sequence[Any]  # the hops that ids took to their rows, in a form that their dispatcher alone reads
 
@@ -83,6 +88,10 @@ class _LocalRows:
         return gradients
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class RowGradient(FlatGradient):
     """The sparse gradient of a step: `owned` (n H) has the sums of `rows` (n), which ascend from 0, this rank's first.
 
@@ -90,6 +99,7 @@ class RowGradient(FlatGradient):
     """
 
     rows: Tensor
+    forget: Callable[[], None] = staticmethod(_nothing)  # called when a step has no gradient yet, or is given up
 
     def allocate(self, dtype: torch.dtype, below: Sequence[Whole] = ()) -> None:
         """Begin the first step, with sums in `dtype`, which stay on the device."""
@@ -100,6 +110,7 @@ class RowGradient(FlatGradient):
         """Begin the gradient of a step."""
         self.rows = torch.empty(0, dtype=torch.int64, device=self._device)
         self.owned = self.owned.new_empty(0)
+        self.forget()
 
     def add(self, rows: Tensor, values: Tensor) -> None:
         """Add the sums `values` (n, H) of distinct ascending `rows` (n)."""
@@ -130,7 +141,11 @@ class LookUp:
 
 
 class TableParam(FlatParam):
-    """The flat buffer of one spread table. `dispatcher` reaches the rows of other ranks."""
+    """The flat buffer of one spread table. `dispatcher` reaches the rows of other ranks.
+
+    If rows are kept below the device (terrace.runtime.kept.rows), `full` and `shard` are empty, and the parameter is
+    one zero, expanded to its shape: look-ups and updates go to `_below`.
+    """
 
     dispatcher: RowDispatcher = _LocalRows()
     gradient: RowGradient
@@ -147,9 +162,42 @@ class TableParam(FlatParam):
         meter: Meter,
         **others: Any,
     ) -> None:
+        self._below: list[KeptRows] = []
         super().__init__(name, spec, rank, plan, device, meter, **others)
         self._first = self.layout.ranks.part(rank, "expert") * spec.params[0].shape[0]  # this rank's first row
         self.gradient = RowGradient(self, self.parameters, self._values, device, self._pages, meter, self.origin)
+
+    def initialise(
+        self, initial: Initial, config: OptimizerConfig, noise: Noise | None = None, below: Passages = RESIDENT
+    ) -> None:
+        if not below.rows:
+            super().initialise(initial, config, noise, below)
+            return
+        self._below, (spec,) = [*below.rows], self.spec.params
+        (rows,), value = self._below, initial(spec)
+        for window in rows.windows:
+            part = value[window]
+            if part.count_nonzero():  # rows that were never written are zero
+                rows.begin(window, part)
+        rows.drain()
+        if spec.trainable:
+            self.gradient.forget = rows.forget
+            values = torch.zeros(1, dtype=DTYPES[self._plan.master], device=self.full.device)
+            self._make_optimizer(values.expand(self.padded), config, noise, below)
+        else:
+            self.optimizer = NoOptimizer(RowState(rows, 0, self.full.device))
+
+    def windows(self) -> Iterator[AbstractContextManager[None]]:
+        if not self._below:
+            yield from super().windows()
+        for rows in self._below:
+            for window in rows.windows:
+                yield self._opened(rows, window)
+
+    @contextmanager
+    def _opened(self, rows: KeptRows, window: slice) -> Iterator[None]:
+        with rows.within(window), opened(self.optimizer.states):
+            yield
 
     def detach(self) -> None:
         """Look rows up on this rank alone from now on."""
@@ -166,8 +214,11 @@ class TableParam(FlatParam):
         param = self.spec.params[0]
         return (param.whole or param.shape)[0]
 
-    def look_up(self, tokens: Tensor) -> tuple[Tensor, LookUp]:
-        """Vectors (..., H) of `tokens` (...) in the working dtype. Raises `ModelError` for an id outside the table."""
+    def look_up(self, tokens: Tensor, *, trains: bool = False) -> tuple[Tensor, LookUp]:
+        """Vectors (..., H) of `tokens` (...) in the working dtype; if it `trains`, their gradients will be added.
+
+        Raises `ModelError` for an id outside the table.
+        """
         ids, inverse = distinct(tokens.reshape(-1).long())
         if len(ids) and not (int(ids[0]) >= 0 and int(ids[-1]) < self.num_rows):
             wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
@@ -175,7 +226,9 @@ class TableParam(FlatParam):
         size = self.spec.params[0].shape[0]
         arrived, route = self.dispatcher.dispatch(ids, size * self.layout.ranks.total("expert"))
         rows = arrived - self._first
-        vectors = self.dispatcher.combine(route, self._of_rows(self.full.detach()).index_select(0, rows))
+        found = [each.look_up(rows, self.full.dtype, holds=trains) for each in self._below]
+        own = found[0] if found else self._of_rows(self.full.detach()).index_select(0, rows)
+        vectors = self.dispatcher.combine(route, own)
         return vectors.index_select(0, inverse).view(*tokens.shape, self.width), LookUp(inverse, len(ids), route, rows)
 
     def add_gradient(self, look_up: LookUp, gradient: Tensor) -> None:
@@ -187,14 +240,22 @@ class TableParam(FlatParam):
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradients and step the optimizer on used rows. Their working copy is stale until `publish`."""
         rows, values = self.gradient.used(self.width)
-        self._row_wise.update_rows(rows, self.width, values.mul_(scale.to(values.dtype)).view(-1), lr)
+        values.mul_(scale.to(values.dtype))
+        for part in self._below[0].parts(len(rows)) if self._below else (slice(0, len(rows)),):
+            self._row_wise.update_rows(rows[part], self.width, values[part].view(-1), lr)
+        self._row_wise.num_steps += 1
+        for each in self._below:
+            each.store(rows)
         # An exchange of islands changes every row.
         self._updated = None if self._plan.outer.has_islands else rows
         self.gradient.begin()
 
     def publish(self) -> None:
-        """Round the masters of updated rows into the working copy; those of all rows if there was no update."""
-        if self.spec.trainable and self._keeps_master:
+        """Round the masters of updated rows into the working copy; those of all rows if there was no update.
+
+        Rows that are kept below have no working copy: look-ups round.
+        """
+        if self.spec.trainable and self._keeps_master and not self._below:
             master, working = self._of_rows(self.optimizer.master), self._of_rows(self.shard)
             if self._updated is None:
                 working.copy_(master)
@@ -202,15 +263,24 @@ class TableParam(FlatParam):
                 working.index_copy_(0, self._updated, master.index_select(0, self._updated).to(working.dtype))
         self._updated = None  # without an update in between, the next call follows the restore of a checkpoint
 
+    def update_on_host(self, scale: Scale, lr: float) -> Ticket:
+        """As `update`, at once: rows are updated on the device."""
+        for each in scale():
+            self.update(each, lr)
+        return DONE
+
     def _of_rows(self, values: Tensor) -> Tensor:
         # Without the padding of the buffer, which the slices of islands need.
         return values[: len(values) // self.width * self.width].view(-1, self.width)
 
     def _make_optimizer(self, values: Tensor, config: OptimizerConfig, noise: Noise | None, below: Passages) -> None:
         plan, device, sums, working = self._plan, self.full.device, DTYPES[self._plan.sums], self.shard
-        master = values.to(device=device, dtype=DTYPES[plan.master]) if self._keeps_master else working
+        master, storage = working, Storage(sums, plan.optimizer_states, noise)
         self.gradient.allocate(sums)
-        storage = Storage(sums, plan.optimizer_states, noise)  # on the device: terrace.plan.table_rules
+        if self._below:
+            master, storage = values, RowStorage(self._below[0], sums)
+        elif self._keeps_master:
+            master = values.to(device=device, dtype=DTYPES[plan.master])
         optimizer = make_optimizer(master, self.gradient.owned, 0, (), (), len(master), config, self._values, storage)
         assert isinstance(optimizer, Elementwise), "without matrices every update is element by element"
         self.optimizer = self._row_wise = optimizer
@@ -219,10 +289,20 @@ class TableParam(FlatParam):
             change = torch.zeros(len(master), dtype=sums, device=device)
             self._meter.add("grads", change.nbytes)
             self.outer_states = [OuterState(plan.outer, master, change, Origin(self.name, device, self._meter))]
-        self._meter.add("optimizer", optimizer.nbytes + (master.nbytes if self._keeps_master else 0))
+        kept = master.nbytes if self._keeps_master and not self._below else 0
+        self._meter.add("optimizer", optimizer.nbytes + kept)
+
+    def _make_full(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if rests_rows(self._plan, self.spec):
+            return torch.empty(0, dtype=dtype, device=device)
+        return super()._make_full(dtype, device)
 
     def _make_parameters(self) -> list[nn.Parameter]:
-        (parameter,) = super()._make_parameters()
+        if rests_rows(self._plan, self.spec):
+            zero = torch.zeros((), dtype=self.full.dtype, device=self.full.device).expand(self.spec.params[0].shape)
+            parameter = nn.Parameter(zero, requires_grad=self.spec.trainable)
+        else:
+            (parameter,) = super()._make_parameters()
         parameter.__class__ = Table
         assert isinstance(parameter, Table)
         parameter.table = self
@@ -290,7 +370,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tokens: Tensor, table: TableParam, padding_idx: int | None) -> Tensor:
-        vectors, ctx.look_up = table.look_up(tokens)
+        vectors, ctx.look_up = table.look_up(tokens, trains=True)
         ctx.table, ctx.padding = table, None if padding_idx is None else tokens == padding_idx
         return vectors
 

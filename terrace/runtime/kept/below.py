@@ -1,10 +1,11 @@
 """What is kept below the device of one rank: its files or memory, and how the states of its flat buffers reach them."""
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -25,9 +26,10 @@ from terrace.plan.kept import (
     updated_bytes,
     whole_piece_bytes,
 )
+from terrace.plan.kept_rows import RowPages, row_pages
 from terrace.plan.pieces import Piece
 from terrace.plan.state_bytes import rests_master
-from terrace.plan.wire import FORMATS
+from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.kept import Passing, passing
 from terrace.program.program import Program
 from terrace.runtime.clock import NO_CLOCK, Clock
@@ -37,6 +39,7 @@ from terrace.runtime.kept.file import KeptFile, scratch
 from terrace.runtime.kept.host import HostMemory
 from terrace.runtime.kept.host_update import Cores, HostUpdate, LandedGradient, SharedGradient
 from terrace.runtime.kept.ring import InPlace, Ring, Slot, make_slots
+from terrace.runtime.kept.rows import KeptRows, RowsInMemory, RowsOnDisk
 from terrace.runtime.kept.states import RESIDENT, Passage, Passages
 from terrace.runtime.kept.whole import Whole
 
@@ -45,6 +48,7 @@ class Below:
     """Nothing is kept below. `words` tell the user what is unusual; "" for nothing."""
 
     words = ""
+    declared: Mapping[tuple[MessageClass, str], int] = MappingProxyType({})  # bytes that depend on batches
     boundaries = Boundaries()  # inputs of blocks
 
     def passages(self, block: int, flat: int) -> Passages:
@@ -117,15 +121,24 @@ class Kept(Below):
             found = input_pieces(plan, model.input_numel)
             numbers = _numbered(sizes[plan.keep.activations], found)
             places.append(_Resting(plan.keep.activations, (INPUTS, -1, number), found, numbers, DTYPES[plan.compute]))
+        rows = {
+            (block, number): pages
+            for block in program.stage.held
+            for number, flat in enumerate(model.flats[block])
+            for pages in row_pages(plan, flat)
+        }
+        for pages in rows.values():
+            sizes[pages.medium] += []  # rows have a file of their own, and the lanes of their medium
         self._memory = [HostMemory(sizes[HOST])] if HOST in sizes else []
         stores: dict[str, KeptFile | HostMemory] = {
             medium: self._memory[0] if medium == HOST else KeptFile(folder, each) for medium, each in sizes.items()
         }
-        self.words = "; ".join(filter(None, (store.words for store in stores.values())))
+        self.words = "; ".join(dict.fromkeys(filter(None, (store.words for store in stores.values()))))
         self._channels = {
             medium: Channel(Paced(store, medium, pace) if pace.is_limited else store, ledger, medium)
             for medium, store in stores.items()
         }
+        self._rows = {key: self._rows_of(pages, pace) for key, pages in rows.items()}
         self._rings = dict[str, Ring]()  # that of optimizer states, or one that measures where parameters rest
         self._passages, self._wholes = defaultdict[_Flat, _Groups](dict), dict[tuple[str, int, int], Whole]()
         # On a CPU they have no rate of their own.
@@ -140,6 +153,10 @@ class Kept(Below):
             self._rest(
                 medium, [each for each in wholes if each.medium == medium], make_slots(NUM_WAYS, largest, device)
             )
+
+    def _rows_of(self, pages: RowPages, pace: Pace) -> KeptRows:
+        given = (pages, self._channels[pages.medium], self._clock, pace, self._keep.piece)
+        return RowsInMemory(*given) if pages.medium == HOST else RowsOnDisk(*given, self._folder)
 
     def _pass(self, states: Sequence[tuple[Passing, range]], device: torch.device) -> None:
         medium, order = self._keep.optimizer, [number for _, numbers in states for number in numbers]
@@ -176,12 +193,18 @@ class Kept(Below):
         rests = rests_master(self._plan, self._flats[block][flat])
         num_bytes = updated_bytes(self._plan, self._flats[block][flat])
         on_host = [partial(self._on_host, grads, num_bytes) for _ in self._cores if found]
-        return Passages(found, self._keep.piece, rests_master=rests, params=params, grads=grads, on_host=on_host)
+        rows = [self._rows[block, flat]] if (block, flat) in self._rows else []
+        size = self._keep.piece
+        return Passages(found, size, rests_master=rests, params=params, grads=grads, rows=rows, on_host=on_host)
 
     def _on_host(self, grads: Sequence[Whole], num_bytes: int, owned: Tensor) -> HostUpdate:
         (cores,), sums = self._cores, DTYPES[self._plan.sums]
         landed = [LandedGradient(each, self._memory[0], sums) for each in grads]
         return HostUpdate(cores, landed[0] if landed else SharedGradient(owned), num_bytes)
+
+    @property
+    def declared(self) -> Mapping[tuple[MessageClass, str], int]:  # type: ignore[override]
+        return sum((rows.declared for rows in self._rows.values()), Counter[tuple[MessageClass, str]]())
 
     def rate(self, medium: str) -> float:
         return self._rings[medium].rate() if medium in self._rings else 0.0
@@ -205,14 +228,12 @@ class Kept(Below):
             each.around = around
 
     def drain(self) -> None:
-        for ring in self._rings.values():
-            ring.drain()
+        for each in (*self._rings.values(), *self._rows.values()):
+            each.drain()
 
     def close(self) -> None:
-        for cores in self._cores:
-            cores.close()
-        for channel in self._channels.values():
-            channel.close()
+        for each in (*self._cores, *self._channels.values(), *self._rows.values()):
+            each.close()
 
 
 class _Resting(NamedTuple):

@@ -8,7 +8,8 @@ the first step. Each piece ends in a mark of 64 bytes:
     16  a random number of this file    8   bytes of the piece without its mark
     8   number of the piece             4   CRC-32 of all bytes before this field
 
-A piece is read in one call and compared with the mark that was last written, so a flipped byte, a write that never
+Pieces that lie beside one another and are read or written together pass in one call, and several such runs pass at a
+time, since a disk answers many small calls at once faster than one after the other. A piece is compared with the mark that was last written, so a flipped byte, a write that never
 arrived and bytes of another piece or file are noticed, each with its own words. A piece that was never written is zero.
 
 Direct I/O (open(2), O_DIRECT) moves pieces between the disk and the ring, without a copy in the page cache, which
@@ -24,10 +25,13 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from mmap import mmap
 from pathlib import Path
+from typing import Any
 
 from terrace.base.errors import ConfigError, TrainingError
 from terrace.base.words import quantity
@@ -39,6 +43,8 @@ _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux has it
 _Call = Callable[[int, list[memoryview], int], int]  # preadv(2), pwritev(2)
 _AGAIN = "resume from the last checkpoint"
+_AT_ONCE = 16  # calls of a disk at a time: a guess; solid-state disks answer as many without delay
+_MOST_OF_RUN = 1 << 20  # bytes of a call for several pieces, so that large runs are divided over the calls
 
 
 class KeptFile:
@@ -48,10 +54,12 @@ class KeptFile:
     """
 
     def __init__(self, folder: Path, sizes: Sequence[int]) -> None:
-        self.folder, self.sizes = folder, tuple(sizes)
+        self._make(folder, tuple(sizes), (0, *accumulate(sizes)))
+
+    def _make(self, folder: Path, sizes: Sequence[int], starts: Sequence[int]) -> None:
+        self.folder, self.sizes, self._starts = folder, sizes, starts
         self.file_system = check_folder(folder)
-        self._starts = (0, *accumulate(self.sizes))
-        self._token, self._versions = secrets.token_bytes(16), [0] * len(self.sizes)
+        self._token, self._versions = secrets.token_bytes(16), array("Q", bytes(8 * len(sizes)))
         self._handle, self.is_direct = _open(folder)
         # What is unusual, for the user.
         self.words = ""
@@ -79,7 +87,7 @@ class KeptFile:
             self._closed()
             self._handle = -1
 
-    def _read(self, number: int, memory: memoryview) -> None:
+    def _read(self, number: int, memory: memoryview, num_pieces: int = 1) -> None:
         start, size, done = self._starts[number], len(memory), 0
         while done < size:
             count = self._call(os.preadv, memory[done:], start + done, "read")
@@ -89,17 +97,25 @@ class KeptFile:
                     f"the disk lost a part of it; {_AGAIN}"
                 )
             done += count
-        if wrong := self._wrong(number, memory):
-            raise TrainingError(f"piece {number} of the kept states in {self.folder} {wrong}; {_AGAIN}")
+        for each, piece in self._pieces(number, memory, num_pieces):
+            if wrong := self._wrong(each, piece):
+                raise TrainingError(f"piece {each} of the kept states in {self.folder} {wrong}; {_AGAIN}")
         self._dropped(start, size)
 
-    def _write(self, number: int, memory: memoryview) -> None:
+    def _write(self, number: int, memory: memoryview, num_pieces: int = 1) -> None:
         start, size, done = self._starts[number], len(memory), 0
-        self._versions[number] += 1
-        memory[-MARK_BYTES:] = self._mark(number, memory)
+        for each, piece in self._pieces(number, memory, num_pieces):
+            self._versions[each] += 1
+            piece[-MARK_BYTES:] = self._mark(each, piece)
         while done < size:
             done += self._call(os.pwritev, memory[done:], start + done, "written")
         self._dropped(start, size)
+
+    @staticmethod
+    def _pieces(number: int, memory: memoryview, num_pieces: int) -> Iterator[tuple[int, memoryview]]:
+        size = len(memory) // num_pieces  # pieces of one call are equal
+        for index in range(num_pieces):
+            yield number + index, memory[index * size : (index + 1) * size]
 
     def _mark(self, number: int, memory: memoryview) -> bytes:
         size = len(memory) - MARK_BYTES
@@ -138,6 +154,66 @@ class KeptFile:
     def _dropped(self, start: int, size: int) -> None:
         if not self.is_direct:
             os.posix_fadvise(self._handle, start, size, os.POSIX_FADV_DONTNEED)
+
+
+class PagedFile(KeptFile):
+    """Pieces of the same size, `num_pages` of `page_bytes`, of which many are read or written together."""
+
+    def __init__(self, folder: Path, page_bytes: int, num_pages: int) -> None:
+        self._make(folder, _Equal(page_bytes, num_pages), range(0, (num_pages + 1) * page_bytes, page_bytes))
+        self._pool = ThreadPoolExecutor(_AT_ONCE, "terrace-pages")
+
+    def read_pages(self, numbers: Sequence[int], places: Sequence[int], memory: memoryview) -> None:
+        """Read pages, each into its place in `memory`, counted in pages. Raises `TrainingError` as `read`."""
+        with self._reading:
+            self._each(self._read, numbers, places, memory)
+
+    def write_pages(self, numbers: Sequence[int], places: Sequence[int], memory: memoryview) -> None:
+        """Store pages, each from its place in `memory`. Raises `TrainingError` as `write`."""
+        with self._writing:
+            self._each(self._write, numbers, places, memory)
+
+    def close(self) -> None:
+        super().close()
+        self._pool.shutdown(wait=False)
+
+    def _each(
+        self,
+        call: Callable[[int, memoryview, int], None],
+        numbers: Sequence[int],
+        places: Sequence[int],
+        memory: memoryview,
+    ) -> None:
+        size = self.sizes[0]
+
+        def run(first: int, last: int) -> None:
+            part = memory[places[first] * size : (places[last] + 1) * size]
+            call(numbers[first], part, last + 1 - first)
+
+        for _ in self._pool.map(run, *zip(*self._runs(numbers, places), strict=True)):  # raises the first error
+            pass
+
+    def _runs(self, numbers: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The first and last index of each run of pages that are neighbours in the file and in memory."""
+        most, first = max(1, _MOST_OF_RUN // self.sizes[0]), 0
+        for index in range(1, len(numbers) + 1):
+            follows = index < len(numbers) and numbers[index] == numbers[index - 1] + 1
+            if not follows or places[index] != places[index - 1] + 1 or index - first == most:
+                yield first, index - 1
+                first = index
+
+
+class _Equal(Sequence[int]):
+    """A number that repeats."""
+
+    def __init__(self, value: int, number: int) -> None:
+        self._value, self._number = value, number
+
+    def __len__(self) -> int:
+        return self._number
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._value
 
 
 def scratch(folder: Path, num_bytes: int) -> mmap:

@@ -22,7 +22,7 @@ class HostMemory:
         self.sizes = tuple(sizes)
         self._starts = (0, *accumulate(self.sizes))
         try:
-            memory = mmap(-1, self._starts[-1], flags=MAP_PRIVATE | MAP_ANONYMOUS)
+            memory = mmap(-1, max(1, self._starts[-1]), flags=MAP_PRIVATE | MAP_ANONYMOUS)
         except OSError as error:
             raise ConfigError(
                 f"the host has no {quantity(self._starts[-1], 'B')} for the states of one rank: shard them over more "

@@ -15,6 +15,7 @@ from terrace.plan.pieces import Piece
 from terrace.plan.state_formats import BLOCK_STATES
 from terrace.runtime.kept.host_update import HostUpdate
 from terrace.runtime.kept.ring import InPlace, Ring, Slot
+from terrace.runtime.kept.rows import KeptRows
 from terrace.runtime.kept.whole import Whole
 from terrace.runtime.noise import Noise
 from terrace.runtime.stored import State, Storage
@@ -105,6 +106,9 @@ class KeptState:
     def visits(self, numel: int) -> Iterator[slice]:
         return self._passage.visits()
 
+    def windows(self, numel: int) -> Iterator[slice]:
+        yield slice(0, numel)
+
     def enter(self, memory: Tensor, part: slice) -> None:
         """A piece is there."""
         self._here.append((self._make(memory, part), part.start))
@@ -191,8 +195,8 @@ _DTYPES = {"bf16": torch.bfloat16, BLOCK_STATES: torch.float32}  # of a whole st
 class Passages:
     """The groups of one flat buffer that are kept below the device, by name; pieces have `size` elements.
 
-    `params` and `grads` hold the working copy and the accumulated gradient if these are kept below; else none. If the
-    host's cores update, `on_host` has the function that makes the update of a slice from its gradient (n).
+    `params` and `grads` hold the working copy and the accumulated gradient if these are kept below, `rows` those of a
+    spread table with all their states; else none. If the host's cores update, `on_host` has the function that makes the update of a slice from its gradient (n).
     """
 
     def __init__(
@@ -203,9 +207,11 @@ class Passages:
         rests_master: bool,
         params: Sequence[Whole] = (),
         grads: Sequence[Whole] = (),
+        rows: Sequence[KeptRows] = (),
         on_host: Sequence[Callable[[Tensor], HostUpdate]] = (),
     ) -> None:
         self.rests_master, self.params, self.grads, self.on_host = rests_master, params, grads, on_host
+        self.rows = rows
         self._groups, self._size = groups, size
 
     def storage(

@@ -68,6 +68,9 @@ class FrozenState:
     def visits(self, numel: int) -> Iterator[slice]:
         raise AssertionError("frozen parameters have no update")
 
+    def windows(self, numel: int) -> Iterator[slice]:
+        yield slice(0, numel)
+
     def read(self, part: slice) -> Tensor:
         raise AssertionError("frozen parameters have no update")
 
