@@ -25,6 +25,8 @@ MOST_UPDATED = 2  # blocks whose working copies are on the device in updates: on
 MOST_WRITTEN = 1  # blocks whose gradients are written while a backward computes the next ones
 NUM_WAYS = 2  # reading and writing: each has a buffer for a piece of parameters or gradients
 MARK_BYTES = 64  # at the end of a piece
+# Elements. Torch's AdamW on a CPU rounds those that do not fill a vector in another way: pieces begin where vectors do.
+VECTOR = 64
 
 
 @dataclass(frozen=True, kw_only=True)

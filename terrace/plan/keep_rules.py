@@ -4,8 +4,8 @@ from pathlib import Path
 
 from terrace.base.errors import ConfigError, PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.plan.keep import ALL_ON_DEVICE, DEVICE, HOST, KEPT
-from terrace.plan.kept import CHUNK, VECTOR, is_exact
+from terrace.plan.keep import ALL_ON_DEVICE, DEVICE, HOST, KEPT, VECTOR
+from terrace.plan.kept import CHUNK, is_exact
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import moments
 from terrace.plan.update import parse_update

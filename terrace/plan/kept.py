@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.keep import MATRICES, MOMENTUM, NUM_WAYS, STATES, GroupName
+from terrace.plan.keep import MATRICES, MOMENTUM, NUM_WAYS, STATES, VECTOR, GroupName
 from terrace.plan.kept_rows import row_pages
 from terrace.plan.pieces import Piece, whole_pieces, with_mark
 from terrace.plan.plan import Plan
@@ -31,9 +31,9 @@ from terrace.plan.state_formats import state_bytes
 from terrace.plan.update import parse_update
 from terrace.plan.wire import FORMATS
 
-# Elements. Torch's AdamW on a CPU rounds those that do not fill a vector in another way, so pieces begin where vectors
-# do; states in narrow formats are updated in chunks of the flat buffer (terrace.runtime.stored), so pieces begin there.
-VECTOR, CHUNK = 64, 1 << 16
+# Elements: states in narrow formats are updated in chunks of the flat buffer (terrace.runtime.stored), so pieces begin
+# where these do.
+CHUNK = 1 << 16
 
 
 class Group(NamedTuple):

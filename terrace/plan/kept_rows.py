@@ -14,14 +14,16 @@ A step reads each page that it looks rows up in once, and writes each page of wh
 page is in the host's memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.keep import HOST, MARK_BYTES, Medium
+from terrace.plan.keep import HOST, MARK_BYTES, VECTOR, Medium
 from terrace.plan.pieces import with_mark
 from terrace.plan.plan import Plan
-from terrace.plan.state_bytes import moments
+from terrace.plan.state_bytes import moments, rests_rows
 from terrace.plan.tables import TableTraffic, distinct
 from terrace.plan.wire import FORMATS
 
@@ -34,7 +36,6 @@ class RowPages:
     num_rows: int
     width: int  # elements of a row
     formats: tuple[str, ...]
-    trains: bool
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
@@ -76,51 +77,41 @@ class RowPages:
             return num_rows * self.record_bytes, num_rows * self.record_bytes
         return 0, num_pages * self.page_bytes
 
-    def expected(self, look_ups: TableTraffic, num_micros: int) -> "RowBytes":
-        """Mean bytes of a step of `num_micros` micro-batches, whose ids are independent and uniform."""
-        ranks = self.ranks(look_ups)
+    def expected(self, look_ups: TableTraffic, num_micros: int, *, updates: bool) -> "RowBytes":
+        """Mean bytes of `num_micros` micro-batches, whose ids are independent and uniform, and of an update of them."""
+        ranks = prod(look_ups.degrees)
 
-        def pages(micros: int) -> float:
-            return distinct(self.num_pages * ranks, micros * look_ups.tokens * ranks) / ranks
+        def share(number: int, micros: int) -> float:
+            """Of `number` rows or pages on a rank, those that some of so many micro-batches of all ranks look up."""
+            return distinct(number * ranks, micros * look_ups.tokens * ranks) / ranks
 
-        def rows(micros: int) -> float:
-            return distinct(look_ups.rows, micros * look_ups.tokens * ranks) / ranks
-
-        # A page of a step that updates is read once; where none is updated, none is held from a look-up to the next.
-        read_pages = pages(num_micros) if self.trains else num_micros * pages(1)
-        updated = self.trains * rows(num_micros), self.trains * pages(num_micros)
+        rows, pages = share(self.num_rows, num_micros), share(self.num_pages, num_micros)
         if self.medium == HOST:
-            looked_up, (read, written) = num_micros * rows(1) * self.state_bytes[0], [updated[0] * self.record_bytes] * 2
-            return RowBytes(round(looked_up), round(read), round(written), round(2 * updated[0]))
+            moved = round(updates * rows * self.record_bytes)
+            looked_up = num_micros * share(self.num_rows, 1) * self.state_bytes[0]
+            return RowBytes(looked_up=round(looked_up), read=moved, written=moved)
+        # Without an update no page is held from one look-up to the next.
+        read, written = pages if updates else num_micros * share(self.num_pages, 1), updates * pages
         return RowBytes(
-            round(read_pages * self.page_bytes),
-            0,
-            round(updated[1] * self.page_bytes),
-            round(read_pages + updated[1]),
-            held=round(self.trains * pages(num_micros) * self.page_bytes),
+            looked_up=round(read * self.page_bytes),
+            written=round(written * self.page_bytes),
+            pages_read=round(read),
+            pages_written=round(written),
         )
 
-    @staticmethod
-    def ranks(look_ups: TableTraffic) -> int:
-        """Ranks that have different rows."""
-        found = 1
-        for degree in look_ups.degrees:
-            found *= degree
-        return found
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RowBytes:
-    """Mean bytes of a step: read by its look-ups, read and written by its update; single reads and writes of these.
+    """Mean bytes of a step: read by its look-ups, read and written by its update; and the pages of a disk among them.
 
-    `held` are those of pages that wait in the host's memory for an update.
+    Pages that are read for an update wait for it in the host's memory.
     """
 
     looked_up: int = 0
     read: int = 0
     written: int = 0
-    accesses: int = 0
-    held: int = 0
+    pages_read: int = 0
+    pages_written: int = 0
 
 
 NO_ROWS = RowBytes()
@@ -128,12 +119,46 @@ NO_ROWS = RowBytes()
 
 def row_pages(plan: Plan, flat: FlatParamSpec) -> tuple[RowPages, ...]:
     """The records of a flat buffer with a spread table that is kept below; none of any other buffer."""
-    if not plan.keep.table_below or not flat.is_spread:
+    if not rests_rows(plan, flat):
         return ()
     num_rows, width = flat.params[0].shape
-    formats = (plan.compute,)
-    if flat.trainable:
-        numels = moments(plan.update, flat.padded, flat.padded)
-        formats = (plan.master, *(plan.sums for numel in numels if numel))
-    found = RowPages(medium=plan.keep.table, num_rows=num_rows, width=width, formats=formats, trains=flat.trainable)
-    return (found,)
+    return (_pages(plan, num_rows, width, flat.trainable),)
+
+
+def _pages(plan: Plan, num_rows: int, width: int, trainable: bool) -> RowPages:
+    formats: tuple[str, ...] = (plan.compute,)
+    if trainable:
+        numel = num_rows * width
+        formats = (plan.master, *(plan.sums for each in moments(plan.update, numel, numel) if each))
+    return RowPages(medium=plan.keep.table, num_rows=num_rows, width=width, formats=formats)
+
+
+def rows_at_once(plan: Plan, width: int) -> int:
+    """Rows that an update has on the device at a time.
+
+    Elements that fill no vector are rounded in another way, so these rows end where a vector does.
+    """
+    return max(1, plan.keep.piece // width // VECTOR) * VECTOR
+
+
+def passing_bytes(plan: Plan, look_ups: TableTraffic, num_micros: int, *, in_host: bool) -> int:
+    """Mean bytes on the device of rows that an update has there; `in_host`, and of pages that wait for the update.
+
+    `in_host`: the device is the host.
+    """
+    if not plan.keep.table_below or not look_ups.trains:
+        return 0
+    pages = _pages(plan, -(-look_ups.rows // prod(look_ups.degrees)), look_ups.width, True)
+    found = pages.expected(look_ups, num_micros, updates=True)
+    updated = min(rows_at_once(plan, look_ups.width), round(look_ups.used(num_micros)))
+    return updated * pages.record_bytes + in_host * found.pages_read * pages.page_bytes
+
+
+def expected_rows(
+    plan: Plan, flats: Sequence[FlatParamSpec], look_ups: TableTraffic, num_micros: int, *, updates: bool = True
+) -> RowBytes:
+    """Mean bytes of rows below that a step moves for a block with these flat buffers."""
+    for flat in flats:
+        for pages in row_pages(plan, flat):
+            return pages.expected(look_ups, num_micros, updates=updates and flat.trainable)
+    return NO_ROWS

@@ -8,6 +8,7 @@ from terrace.plan.boundaries import input_bytes
 from terrace.plan.keep import MOMENTUM
 from terrace.plan.kept import NO_TRAFFIC, Group, Traffic, grads_bytes, groups, params_bytes, pieces, traffic
 from terrace.plan.kept import resting_bytes as all_resting_bytes
+from terrace.plan.kept_rows import RowBytes, expected_rows
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 
@@ -93,7 +94,21 @@ def kept_bytes(model: "ShardedModel", counts: Mapping[Instruction, int]) -> dict
             for medium, size in zip((keep.params, keep.grads, keep.activations), each, strict=True):
                 found[message, medium] += times * size
             found[message, keep.optimizer] += times * of_states
+    for block in {each.block for each in counts if each.op is Op.FORWARD} if keep.table_below else ():
+        rows = rows_of(model, counts, block)
+        for message, size in (
+            (MessageClass.ROW_READ, rows.looked_up + rows.read),
+            (MessageClass.ROW_WRITE, rows.written),
+        ):
+            found[message, keep.table] += size
     return {key: size for key, size in found.items() if size}
+
+
+def rows_of(model: "ShardedModel", counts: Mapping[Instruction, int], block: int) -> RowBytes:
+    """Mean bytes of the rows below the device that a block's look-ups and its update move."""
+    num_micros = sum(times for each, times in counts.items() if each.op is Op.FORWARD and each.block == block)
+    updates, look_ups = Instruction(Op.UPDATE, block) in counts, model.routed.look_ups(block)
+    return expected_rows(model.plan, model.flats[block], look_ups, num_micros, updates=updates)
 
 
 def _restores(instruction: Instruction, counts: Mapping[Instruction, int]) -> bool:

@@ -255,8 +255,8 @@ def equal_bytes(predicted: StepReport, measured: StepReport) -> bool:
 
 
 def _by_batch(predicted: StepReport) -> set[MessageClass]:
-    # Message classes whose bytes depend on the batch: routed ones, rows below, and CONTEXT with balance = "cost". The run itself
-    # checks them against each batch.
+    # Message classes whose bytes depend on the batch: routed ones, rows below the device, and CONTEXT with balance =
+    # "cost". The run itself checks them against each batch.
     return {MessageClass.CONTEXT, *BY_BATCH} - {message for message, _ in predicted.sent_bytes}
 
 

@@ -17,6 +17,8 @@ _LETTERS = {
     "gather_backward": "b",
     "keep_read": "k",
     "keep_write": "w",
+    "row_read": "K",
+    "row_write": "w",
     "reduce": "r",
     "sync": "s",
     "refresh": "f",

@@ -25,7 +25,7 @@ from terrace.program.verify import verify
 from terrace.runtime.axes import apply_axes
 from terrace.runtime.batch import Batch
 from terrace.runtime.batch_checks import check_batches
-from terrace.runtime.byte_account import ByteAccount
+from terrace.runtime.byte_account import ByteAccount, Declares
 from terrace.runtime.clock import make_clock
 from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import compile_blocks, compile_parts, why_parts
@@ -124,7 +124,7 @@ class Engine:
             compiled=whole_blocks,
             progress=setup.progress,
         )
-        by_batch = (*self.axes, self.below)
+        by_batch: list[Declares] = [*self.axes, self.below]
         self.bytes = ByteAccount(self.program, self.comm.ledger, self.runner.declared_bytes, by_batch)
         self.below.on_piece(self.runner.messages.moved)
         self.island = self.runner.island

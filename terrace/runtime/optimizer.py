@@ -40,7 +40,10 @@ class Optimizer(Protocol):
 
     @property
     def parts(self) -> Iterable[StatePart]:
-        """The state that a checkpoint stores, a part at a time. Block-coded states are decoded into copies, unless already decoded."""
+        """The state that a checkpoint stores, a part at a time.
+
+        Block-coded states are decoded into copies, unless already decoded.
+        """
 
     def update(self, lr: float, gathered: Tensor | None = None) -> None:
         """Take one step. `gathered` is the gathered flat buffer, if matrices are updated as wholes."""

@@ -15,10 +15,12 @@ from terrace.simulate.priced_instruction import Stream
 if TYPE_CHECKING:
     from terrace.program.program import Program
 
-BELOW = (MessageClass.KEEP_READ, MessageClass.KEEP_WRITE)
-WAITS = WAIT, WAIT_WRITE = tuple(f"wait {message.value}" for message in BELOW)
+STATES = (MessageClass.KEEP_READ, MessageClass.KEEP_WRITE)
+ROWS = (MessageClass.ROW_READ, MessageClass.ROW_WRITE)  # of a table
+BELOW = (*STATES, *ROWS)
+WAITS = WAIT, WAIT_WRITE, WAIT_ROWS, WAIT_ROWS_WRITTEN = tuple(f"wait {message.value}" for message in BELOW)
 # What is read and written as wholes, without the ring.
-PARAMS, GRADS, ACTIVATIONS = "params", "grads", "activations"
+PARAMS, GRADS, ACTIVATIONS, TABLE = "params", "grads", "activations", "table"
 Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
 START: Moment = (0.0, -1)  # before anything
 _EXACT = 6  # times the slots: pieces of one instruction that are played one by one; the rest repeat the last ones
@@ -59,6 +61,7 @@ class Slots:
             PARAMS: media.get(keep.params, Lanes()),
             GRADS: media.get(keep.grads, Lanes()),
             ACTIVATIONS: media.get(keep.activations, Lanes()),
+            TABLE: media.get(keep.table, Lanes()),
         }
         self._number = min(keep.ring, program.num_kept_pieces)
         self._there_s = deque[float]()  # when each piece that is read ahead is there

@@ -6,7 +6,19 @@ from typing import TYPE_CHECKING
 
 from terrace.plan.keep import MOST_UPDATED
 from terrace.program.instruction import HALVES
-from terrace.simulate.below import ACTIVATIONS, GRADS, PARAMS, START, WAIT, WAIT_WRITE, Moment, Slots
+from terrace.simulate.below import (
+    ACTIVATIONS,
+    GRADS,
+    PARAMS,
+    START,
+    TABLE,
+    WAIT,
+    WAIT_ROWS,
+    WAIT_ROWS_WRITTEN,
+    WAIT_WRITE,
+    Moment,
+    Slots,
+)
 from terrace.simulate.priced_instruction import Event
 
 if TYPE_CHECKING:
@@ -18,7 +30,7 @@ class BelowClocks:
 
     __slots__ = (
         *("evicted", "fetched", "grads_there", "grads_written", "late", "leaving", "now_s", "params_written", "slots"),
-        *("agreed", "refreshes", "updates"),
+        *("agreed", "refreshes", "rows_written", "updates"),
     )
 
     def __init__(self, program: "Program") -> None:
@@ -31,6 +43,7 @@ class BelowClocks:
         self.late = dict[int, tuple[Event, Moment]]()  # block -> its REFRESH, and the update that this waits for
         self.params_written: deque[Moment] = deque()  # when each block's updated parameters are
         self.leaving: Moment = (0.0, -1)  # when the newest input is written
+        self.rows_written: Moment = START  # when rows of the newest update are
         # When the inputs of each block are written, and when those on their way back are there, in order.
         self.evicted = defaultdict[int, deque[Moment]](deque)
         self.fetched = defaultdict[int, deque[Moment]](deque)
@@ -46,6 +59,14 @@ class BelowClocks:
     @abstractmethod
     def issue(self, event: Event, ready: Moment) -> Moment:
         """Put a message that may start at `ready` on its lane; returns its arrival."""
+
+    @abstractmethod
+    def run_steps(self, event: Event) -> None:
+        """Play a pass."""
+
+    @abstractmethod
+    def update(self, event: Event) -> None:
+        """Play an update on the device."""
 
     def read_first(self, event: Event, ready: Moment) -> Moment:
         """When a message may start that reads parameters from below the device first."""
@@ -99,6 +120,19 @@ class BelowClocks:
             self.wait(there.popleft(), WAIT)
             if not there:
                 del self.fetched[event.block]
+
+    def look_up(self, event: Event) -> None:
+        """A forward waits for rows that are kept below the device, which are read once those of an update are there."""
+        self.wait(self.rows_written, WAIT_ROWS_WRITTEN)
+        self.wait(self.read_below(TABLE, event.rows.read_s, (self.now_s, -1)), WAIT_ROWS)
+        self.run_steps(event)
+
+    def update_rows(self, event: Event) -> None:
+        """An update waits for records in the host's memory; rows that it has changed are then written."""
+        if event.rows.update_s:
+            self.wait(self.read_below(TABLE, event.rows.update_s, (self.now_s, -1)), WAIT_ROWS)
+        self.update(event)
+        self.rows_written = self.write_below(TABLE, event.rows.write_s, (self.now_s, -1))
 
     def read_below(self, state: str, seconds: float, ready: Moment) -> Moment:
         """Read a whole state from below the device, from `ready` on, which may be past. Returns when that ends."""

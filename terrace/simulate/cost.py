@@ -294,7 +294,7 @@ def _costs(
     in_chunks: bool,
 ) -> Costs:
     if program.plan.keep.hands_over:
-        update = host_update_seconds(program)
+        update = host_update_seconds(program, update)
     # A loss in chunks runs forward and backward together, in the backward (terrace.runtime.head).
     if in_chunks and program.model.tensor.degree == 1 and program.trains:
         backward = [*backward[:-1], forward[-1] + backward[-1]]
@@ -312,8 +312,6 @@ def _costs(
 
 def update_seconds(program: "Program") -> tuple[float, ...]:
     """Optimizer seconds of a rank's shard of every block; a device's constant is added to the last trainable block."""
-    if program.plan.keep.hands_over:
-        return host_update_seconds(program)
     device, plan = program.cluster.device, program.plan
     more, item = rounding_bytes(device, plan.master, plan.optimizer_states), FORMATS[plan.compute].element_bytes
 
@@ -335,7 +333,7 @@ def update_seconds(program: "Program") -> tuple[float, ...]:
     trained = [block for block in program.stage.held if program.blocks[block].num_trainable]
     if trained:  # only their UPDATE is played
         update[trained[-1]] += device.kernels.optimizer_s  # once a step, on every stage
-    return tuple(update)
+    return host_update_seconds(program, update) if plan.keep.hands_over else tuple(update)
 
 
 def whole_matrices_s(program: "Program", flats: Sequence[FlatParamSpec]) -> float:

@@ -24,7 +24,8 @@ from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport
-from terrace.simulate.priced_instruction import Event, Stream
+from terrace.simulate.below_seconds import looked_up_stream, updates_on_cores
+from terrace.simulate.priced_instruction import NO_STREAM, Event, Stream
 from terrace.simulate.rank import Act, Move, Passes, Play, Rank
 
 if TYPE_CHECKING:
@@ -159,8 +160,12 @@ class _Pricing:
             is_read = self._orthogonalises(block)
             grads_s = 0.0 if is_read else self.costs.gradients_s(block)
             next_s = self._next_gradients_s(block) if grads_s else 0.0
-            act = Rank.update_on_host if self.program.plan.keep.updates_on_host else Rank.update
-            return act, Event(op, block, update_s, -1, "update", stream=stream, grads_s=grads_s, next_grads_s=next_s)
+            act = Rank.update_on_host if updates_on_cores(self.program, block) else Rank.update
+            rows = looked_up_stream(self.program, block)
+            act = act if rows is NO_STREAM else Rank.update_rows
+            return act, Event(
+                op, block, update_s, -1, "update", stream=stream, rows=rows, grads_s=grads_s, next_grads_s=next_s
+            )
         if op is Op.OUTER_APPLY:
             return Rank.outer_apply, Event(op, block, self.costs.apply_s(block), -1, "update")
         if op in _BELOW:
@@ -249,6 +254,8 @@ class _Pricing:
             steps=event.steps,
             most_writing=event.most_writing,
         )
+        if op is Op.FORWARD and (rows := looked_up_stream(program, index)) is not NO_STREAM:
+            act, event.rows = Rank.look_up, rows
         return act, event
 
     def _priced(self, instruction: Instruction, forward_s: float, backward_s: float, weight_s: float) -> Play:

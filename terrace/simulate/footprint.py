@@ -36,6 +36,7 @@ from terrace.plan.boundaries import leaving, passing_bytes
 from terrace.plan.edges import edge_buffers, edge_feedback_bytes
 from terrace.plan.in_block_messages import TensorMessage
 from terrace.plan.keep import Keep
+from terrace.plan.kept_rows import passing_bytes as passing_rows
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -122,6 +123,7 @@ def footprint(
         _add_edges(steady, plan, [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")], work, held)
     look_ups = look_ups_of(cluster, plan, [kinds.blocks[index] for index in held], sequence)
     steady["grads"] += look_ups.gradient_bytes(num_micros, plan.sums)
+    steady["buffers"] += passing_rows(plan, look_ups, num_micros, in_host=cluster.device.type == "cpu")
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * _mask_bytes(work, kinds.specs, backend)
     # Gradients of the previous micro-batch's last two blocks may still be in reduction during the next forward.

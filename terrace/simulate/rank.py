@@ -29,7 +29,7 @@ from terrace.program.instruction import Op
 from terrace.simulate.below import START, Moment
 from terrace.simulate.below_clocks import BelowClocks
 from terrace.simulate.bus import Bus, progress_s
-from terrace.simulate.priced_instruction import Doing, Event
+from terrace.simulate.priced_instruction import NO_STREAM, Doing, Event
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
@@ -47,7 +47,7 @@ class Passes:
         by_category: dict[str, list[float]] = {}
         for _, event in plays:
             self.opens |= event.opens
-            self.sends |= bool(event.steps)
+            self.sends |= bool(event.steps) or event.rows is not NO_STREAM
             for category, seconds in ((event.category, event.seconds), *event.inside):
                 steps_s.append(seconds)
                 by_category.setdefault(category, []).append(seconds)

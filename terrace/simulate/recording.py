@@ -14,7 +14,7 @@ from terrace.plan.keep import CORES
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
 from terrace.program.recording import COMPUTE, Recording, Span, below_lane
-from terrace.simulate.below import WAIT, Moment
+from terrace.simulate.below import ROWS, STATES, TABLE, WAIT, Moment
 from terrace.simulate.events import behind_clip, check_alone, drain, price
 from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Rank
@@ -189,16 +189,17 @@ class Recorder(Rank):
         return done_s, self._add(lane, begin_s, done_s, event.category, after)
 
     def read_below(self, state: str, seconds: float, ready: Moment) -> Moment:
-        """Record a read of parameters or gradients."""
+        """Record a read of parameters, gradients or rows."""
         done_s, _ = Rank.read_below(self, state, seconds, ready)
-        return self._moved(state, done_s, seconds, MessageClass.KEEP_READ, ready[1])
+        return self._moved(state, done_s, seconds, 0, ready[1])
 
     def write_below(self, state: str, seconds: float, ready: Moment) -> Moment:
-        """Record a write of parameters or gradients."""
+        """Record a write of parameters, gradients or rows."""
         done_s, _ = Rank.write_below(self, state, seconds, ready)
-        return self._moved(state, done_s, seconds, MessageClass.KEEP_WRITE, ready[1])
+        return self._moved(state, done_s, seconds, 1, ready[1])
 
-    def _moved(self, state: str, done_s: float, seconds: float, message: MessageClass, ready: int) -> Moment:
+    def _moved(self, state: str, done_s: float, seconds: float, way: int, ready: int) -> Moment:
+        message = (ROWS if state == TABLE else STATES)[way]
         lane = below_lane(self.program, getattr(self.program.plan.keep, state))
         start_s, after = done_s - seconds, self.newest[COMPUTE]
         # Its cause is the later of its input and the span before it in its direction, unless both end before its issue.

@@ -7,9 +7,9 @@ import pytest
 
 from terrace.base.errors import ClusterError, PlanError, ProgramError
 from terrace.cluster.below import Medium
-from terrace.plan.keep import Keep
+from terrace.plan.keep import VECTOR, Keep
 from terrace.plan.keep_rules import check_keep
-from terrace.plan.kept import CHUNK, VECTOR, Group, cuts, groups, is_exact, pieces, resting_bytes, ring_bytes
+from terrace.plan.kept import CHUNK, Group, cuts, groups, is_exact, pieces, resting_bytes, ring_bytes
 from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan, preset

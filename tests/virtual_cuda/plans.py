@@ -93,6 +93,9 @@ def kept() -> Iterator[Planned]:
     for name, keeps in (("ddp", replace(host, params="disk")), ("zero3", replace(keep, params="host"))):
         yield planned(ONE_TIER, name, "toy", steps=3, micros=2, keep=keeps, by_night=True)
         yield planned(ONE_TIER, name, "toy", steps=2, micros=2, unit=2, keep=replace(keeps, grads="host"))
+    rows: dict[str, Any] = {"vocabulary": {"package": 2}, "within": ORDER}
+    for place in (Keep(table="host", piece=64), replace(host, table="disk", params="host", piece=64)):
+        yield planned(ONE_TIER, "zero3", "llama, many ids", steps=3, keep=place, **rows)
 
 
 def updated_on_host() -> Iterator[Planned]:

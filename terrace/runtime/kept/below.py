@@ -26,7 +26,7 @@ from terrace.plan.kept import (
     updated_bytes,
     whole_piece_bytes,
 )
-from terrace.plan.kept_rows import RowPages, row_pages
+from terrace.plan.kept_rows import RowPages, row_pages, rows_at_once
 from terrace.plan.pieces import Piece
 from terrace.plan.state_bytes import rests_master
 from terrace.plan.wire import FORMATS, MessageClass
@@ -155,7 +155,7 @@ class Kept(Below):
             )
 
     def _rows_of(self, pages: RowPages, pace: Pace) -> KeptRows:
-        given = (pages, self._channels[pages.medium], self._clock, pace, self._keep.piece)
+        given = (pages, self._channels[pages.medium], self._clock, pace, rows_at_once(self._plan, pages.width))
         return RowsInMemory(*given) if pages.medium == HOST else RowsOnDisk(*given, self._folder)
 
     def _pass(self, states: Sequence[tuple[Passing, range]], device: torch.device) -> None:
@@ -228,12 +228,18 @@ class Kept(Below):
             each.around = around
 
     def drain(self) -> None:
-        for each in (*self._rings.values(), *self._rows.values()):
-            each.drain()
+        for ring in self._rings.values():
+            ring.drain()
+        for rows in self._rows.values():
+            rows.drain()
 
     def close(self) -> None:
-        for each in (*self._cores, *self._channels.values(), *self._rows.values()):
-            each.close()
+        for cores in self._cores:
+            cores.close()
+        for channel in self._channels.values():
+            channel.close()
+        for rows in self._rows.values():
+            rows.close()
 
 
 class _Resting(NamedTuple):

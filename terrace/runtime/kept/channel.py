@@ -3,7 +3,7 @@
 All states on a medium share its lanes, so reads run in the order in which they were submitted, and so do writes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from terrace.comm.lane import ThreadLane
@@ -19,7 +19,7 @@ class Store(Protocol):
     """The pieces on a medium. One thread may call `read` while another calls `write`."""
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Sequence[int]:
         """Bytes of every piece."""
 
     def read(self, number: int, memory: memoryview) -> None:
@@ -41,7 +41,7 @@ class Paced(Store):
         self._writes = lane_below(MessageClass.KEEP_WRITE, medium)
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> Sequence[int]:
         return self._store.sizes
 
     def read(self, number: int, memory: memoryview) -> None:

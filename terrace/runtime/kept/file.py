@@ -8,9 +8,11 @@ the first step. Each piece ends in a mark of 64 bytes:
     16  a random number of this file    8   bytes of the piece without its mark
     8   number of the piece             4   CRC-32 of all bytes before this field
 
-Pieces that lie beside one another and are read or written together pass in one call, and several such runs pass at a
-time, since a disk answers many small calls at once faster than one after the other. A piece is compared with the mark that was last written, so a flipped byte, a write that never
+A piece is read in one call and compared with the mark that was last written, so a flipped byte, a write that never
 arrived and bytes of another piece or file are noticed, each with its own words. A piece that was never written is zero.
+
+Pages of rows (`PagedFile`) are small pieces that are read and written many at a time: those that are neighbours in the
+file in one call, and several calls at once, which a disk answers faster than one after the other.
 
 Direct I/O (open(2), O_DIRECT) moves pieces between the disk and the ring, without a copy in the page cache, which
 would take the memory that this file is there to save. Where a file system has none, pieces pass through the cache

@@ -14,11 +14,9 @@ Rows are gathered from pages in the host's memory, and an update has some of the
 Shape legend: n distinct rows, H elements of a row, P pages in memory, R rows of a page.
 """
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 
@@ -28,50 +26,47 @@ from torch import Tensor
 from terrace.comm.collectives import DTYPES
 from terrace.comm.lane import DONE, Ticket
 from terrace.comm.pace import Pace, lane_below
-from terrace.plan.kept import VECTOR
 from terrace.plan.kept_rows import RowPages
 from terrace.plan.wire import MessageClass
 from terrace.runtime.clock import Clock
 from terrace.runtime.kept.channel import Channel, Work
 from terrace.runtime.kept.file import PagedFile
 from terrace.runtime.kept.host import HostMemory
-from terrace.runtime.stored import Storage
 
 _WINDOW = 1 << 22  # elements of a state that a checkpoint has in memory at a time
 _Call = Callable[[Sequence[int], Sequence[int], memoryview], None]
 _READ, _WRITE = MessageClass.ROW_READ, MessageClass.ROW_WRITE
 
 
-class KeptRows(ABC):
-    """The records of one rank's rows. `piece` is the number of elements of a state that are on the device at a time.
+class KeptRows:
+    """The records of one rank's rows, of which an update has `num_at_once` on the device.
 
     `declared` are the bytes of all steps so far, by formula.
     """
 
-    def __init__(self, pages: RowPages, channel: Channel, clock: Clock, pace: Pace, piece: int) -> None:
+    def __init__(self, pages: RowPages, channel: Channel, clock: Clock, pace: Pace, num_at_once: int) -> None:
         self.pages, self._channel, self._clock, self._pace = pages, channel, clock, pace
         self.declared = Counter[tuple[MessageClass, str]]()
         self._states = list[Tensor]()  # of the pages in memory (P, R, H)
-        # An update rounds elements that fill no vector in another way, so parts end where vectors do.
-        self._rows_at_once = max(1, piece // pages.width // VECTOR) * VECTOR
+        self._rows_at_once = num_at_once
         size = max(1, _WINDOW // pages.width // pages.rows_of_page) * pages.rows_of_page
         # The rows that checkpoints visit, a part at a time.
         self.windows = [slice(at, min(pages.num_rows, at + size)) for at in range(0, pages.num_rows, size)]
 
-    @abstractmethod
     def look_up(self, rows: Tensor, dtype: torch.dtype, *, holds: bool) -> Tensor:
         """Parameters (n, H) of distinct ascending `rows`, in `dtype`; with `holds` an update of them may follow."""
+        raise NotImplementedError
 
-    @abstractmethod
     def store(self, rows: Tensor) -> None:
         """Begin to store the records of distinct ascending `rows`, which an update has changed. Forgets all others."""
+        raise NotImplementedError
 
     def forget(self) -> None:
         """Forget the rows of a step that updates none."""
 
-    @abstractmethod
     def bring(self, rows: Tensor) -> None:
         """Make ascending `rows` (n, on the CPU) readable outside of a step. What was `changed` before is stored."""
+        raise NotImplementedError
 
     def changed(self) -> None:
         """Rows that were brought have changed."""
@@ -91,7 +86,7 @@ class KeptRows(ABC):
     def read(self, state: int, rows: Tensor) -> Tensor:
         """One state (n, H) of rows that are there, on the device of `rows`."""
         here = rows.cpu()
-        found = self._states[state][self._places(here), here % self.pages.rows_of_page]
+        found: Tensor = self._states[state][self._places(here), here % self.pages.rows_of_page]
         return found.to(rows.device)
 
     def write(self, state: int, rows: Tensor, values: Tensor) -> None:
@@ -99,9 +94,9 @@ class KeptRows(ABC):
         here = rows.cpu()
         self._states[state][self._places(here), here % self.pages.rows_of_page] = values.cpu()
 
-    @abstractmethod
     def _places(self, rows: Tensor) -> Tensor:
         """The place in memory of the page of each of `rows`."""
+        raise NotImplementedError
 
     def parts(self, num_rows: int) -> Iterator[slice]:
         """The parts of an update of so many rows that are on the device one after the other."""
@@ -143,8 +138,8 @@ class KeptRows(ABC):
 class RowsInMemory(KeptRows):
     """Rows in the host's memory, below a device with one of its own. Raises `ConfigError` if that has no room."""
 
-    def __init__(self, pages: RowPages, channel: Channel, clock: Clock, pace: Pace, piece: int) -> None:
-        super().__init__(pages, channel, clock, pace, piece)
+    def __init__(self, pages: RowPages, channel: Channel, clock: Clock, pace: Pace, num_at_once: int) -> None:
+        super().__init__(pages, channel, clock, pace, num_at_once)
         self._states = self._views(HostMemory([pages.num_bytes]).piece(0))
 
     def look_up(self, rows: Tensor, dtype: torch.dtype, *, holds: bool) -> Tensor:
@@ -172,9 +167,9 @@ class RowsOnDisk(KeptRows):
     """Rows in pages of a file in `folder`. Raises `ConfigError` as `KeptFile`."""
 
     def __init__(
-        self, pages: RowPages, channel: Channel, clock: Clock, pace: Pace, piece: int, folder: Path
+        self, pages: RowPages, channel: Channel, clock: Clock, pace: Pace, num_at_once: int, folder: Path
     ) -> None:
-        super().__init__(pages, channel, clock, pace, piece)
+        super().__init__(pages, channel, clock, pace, num_at_once)
         self._file = PagedFile(folder, pages.page_bytes, pages.num_pages)
         self.words = self._file.words
         self._memory, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
@@ -231,7 +226,8 @@ class RowsOnDisk(KeptRows):
         self.forget()
 
     def _pages(self, rows: Tensor) -> Tensor:
-        return torch.unique_consecutive(rows // self.pages.rows_of_page)
+        found: Tensor = torch.unique_consecutive(rows // self.pages.rows_of_page)
+        return found
 
     def _missing(self, rows: Tensor) -> Tensor:
         """The pages of ascending `rows` that are not held."""
@@ -275,69 +271,3 @@ class RowsOnDisk(KeptRows):
         self._memory, self._view = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
         self._memory[: len(self._held) * size] = held[: len(self._held) * size]
         self._states = self._views(self._memory)
-
-
-class RowState:
-    """State number `index` of the records, as optimizers and checkpoints see it (terrace.runtime.stored)."""
-
-    is_exact, is_coded, rests_below, nbytes = True, True, True, 0
-
-    def __init__(self, rows: KeptRows, index: int, device: torch.device) -> None:
-        self._rows, self._index, self._device, self._opened = rows, index, device, list[Tensor]()
-
-    @property
-    def tensor(self) -> Tensor:
-        """The values (n) of all rows that are visited, a copy unless the state is open."""
-        if self._opened:
-            return self._opened[0]
-        return torch.cat([self._rows.read(self._index, numbers).flatten() for numbers in self._visited()])
-
-    def windows(self, numel: int) -> Iterator[slice]:
-        return self._rows.visits()
-
-    def read_rows(self, rows: Tensor, width: int) -> Tensor:
-        return self._rows.read(self._index, rows)
-
-    def write_rows(self, rows: Tensor, values: Tensor) -> None:
-        self._rows.write(self._index, rows, values)
-
-    def visits(self, numel: int) -> Iterator[slice]:
-        raise AssertionError("rows are updated by their numbers")
-
-    def read(self, part: slice) -> Tensor:
-        raise AssertionError("rows are updated by their numbers")
-
-    def write(self, part: slice, values: Tensor, step: int) -> None:
-        raise AssertionError("rows are updated by their numbers")
-
-    def open(self) -> None:
-        """Hold the values in memory until `close`."""
-        self._opened = [self.tensor]
-
-    def close(self) -> None:
-        """Store the values."""
-        values = self._opened.pop().view(-1, self._rows.pages.width)
-        for numbers in self._visited():
-            self._rows.write(self._index, numbers, values[: len(numbers)])
-            self._rows.changed()
-            values = values[len(numbers) :]
-
-    def _visited(self) -> Iterator[Tensor]:
-        for window in self._rows.windows:
-            numbers = torch.arange(window.start, window.stop)
-            self._rows.bring(numbers)
-            yield numbers if self._device.type == "cpu" else numbers.to(self._device)
-
-
-class RowStorage(Storage):
-    """The states of `rows`, parameters first."""
-
-    def __init__(self, rows: KeptRows, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self._rows, self._numbers = rows, count()
-
-    def parameters(self, values: Tensor, start: int) -> RowState:
-        return RowState(self._rows, next(self._numbers), values.device)
-
-    def zeros(self, name: str, numel: int, start: int, device: torch.device, *, signed: bool = True) -> RowState:
-        return RowState(self._rows, next(self._numbers), device)

@@ -196,7 +196,8 @@ class Passages:
     """The groups of one flat buffer that are kept below the device, by name; pieces have `size` elements.
 
     `params` and `grads` hold the working copy and the accumulated gradient if these are kept below, `rows` those of a
-    spread table with all their states; else none. If the host's cores update, `on_host` has the function that makes the update of a slice from its gradient (n).
+    spread table with all their states; else none. If the host's cores update, `on_host` has the function that makes the
+    update of a slice from its gradient (n).
     """
 
     def __init__(
