@@ -354,24 +354,20 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goe
     """
     for window in flat.windows():
         with window:
-            _fill(flat, checkpoint, slices, goes_on=goes_on)
+            # Padding is not stored, and must not keep the values it was initialised with.
+            for each in held(flat):
+                for values in each.values.values():
+                    values.zero_()
+            parts = wanted_parts(flat, checkpoint, slices, goes_on=goes_on)
+            checkpoint.fill(flat.name, parts)
+            for part in parts:
+                for kind, values in part.values.items():
+                    if not is_finite(values):
+                        raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
     if flat.spec.trainable:
         flat.optimizer.num_steps = checkpoint.num_updates
     for outer in flat.outer_states:
         (outer.go_on if goes_on else outer.begin_again)()
-
-
-def _fill(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool) -> None:
-    # Padding is not stored, and must not keep the values it was initialised with.
-    for each in held(flat):
-        for values in each.values.values():
-            values.zero_()
-    parts = wanted_parts(flat, checkpoint, slices, goes_on=goes_on)
-    checkpoint.fill(flat.name, parts)
-    for part in parts:
-        for kind, values in part.values.items():
-            if not is_finite(values):
-                raise not_finite(checkpoint.folder, f"{flat.name}.{part.parameter}", kind)
 
 
 def wanted_parts(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False) -> list[BoxValues]:

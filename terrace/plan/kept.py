@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.keep import MATRICES, MOMENTUM, NUM_WAYS, STATES, VECTOR, GroupName
-from terrace.plan.kept_rows import row_pages
 from terrace.plan.pieces import Piece, whole_pieces, with_mark
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import moments, rests_master
@@ -192,7 +191,7 @@ def updated_bytes(plan: Plan, flat: FlatParamSpec) -> int:
 
 
 def resting_bytes(plan: Plan, blocks: Sequence[Sequence[FlatParamSpec]]) -> dict[str, int]:
-    """Bytes that a rank keeps on each medium for blocks with these flat buffers."""
+    """Bytes that a rank keeps on each medium for blocks with these flat buffers, without rows of tables."""
     keep, found = plan.keep, dict.fromkeys((str(medium) for medium in plan.keep.media), 0)
     if keep.optimizer_below:
         found[keep.optimizer] += sum(piece.num_bytes for piece in _passed(plan, blocks))
@@ -200,8 +199,6 @@ def resting_bytes(plan: Plan, blocks: Sequence[Sequence[FlatParamSpec]]) -> dict
         found[keep.params] += sum(params_bytes(plan, flats) for flats in blocks)
     if keep.grads_below:
         found[keep.grads] += sum(grads_bytes(plan, flats) for flats in blocks)
-    for flats in blocks if keep.table_below else ():
-        found[keep.table] += sum(rows.num_bytes for flat in flats for rows in row_pages(plan, flat))
     return found
 
 

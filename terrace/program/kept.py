@@ -8,7 +8,7 @@ from terrace.plan.boundaries import input_bytes
 from terrace.plan.keep import MOMENTUM
 from terrace.plan.kept import NO_TRAFFIC, Group, Traffic, grads_bytes, groups, params_bytes, pieces, traffic
 from terrace.plan.kept import resting_bytes as all_resting_bytes
-from terrace.plan.kept_rows import RowBytes, expected_rows
+from terrace.plan.kept_rows import RowBytes, expected_rows, row_pages
 from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 
@@ -119,6 +119,10 @@ def _restores(instruction: Instruction, counts: Mapping[Instruction, int]) -> bo
 def resting_bytes(model: "ShardedModel", held: Sequence[int], num_inputs: int) -> dict[str, int]:
     """Bytes that a rank keeps on each medium below its device for the blocks that it holds, and inputs of blocks."""
     found = all_resting_bytes(model.plan, [model.flats[block] for block in held])
+    for block in held:
+        for flat in model.flats[block]:
+            for rows in row_pages(model.plan, flat):
+                found[rows.medium] += rows.num_bytes
     if num_inputs:
         found[model.plan.keep.activations] += num_inputs * input_bytes(model.plan, model.input_numel)
     return found

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.hops import Hop
+from terrace.plan.kept_rows import NO_ROWS, RowBytes
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import NO_EXCHANGE, Exchange
@@ -18,7 +19,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.boundaries import most_below
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
 from terrace.program.instruction import SPECS, Instruction
-from terrace.program.kept import kept_bytes, num_pieces, resting_bytes
+from terrace.program.kept import kept_bytes, num_pieces, resting_bytes, rows_of
 from terrace.program.message import Message
 from terrace.program.messages import edge_hop, message_of
 from terrace.program.phase import Phase
@@ -163,6 +164,10 @@ class Program:
     def num_kept_pieces(self) -> int:
         """Pieces of states below the device that pass in a step (terrace.plan.kept)."""
         return num_pieces(self.model, self.counts)
+
+    def rows_below(self, block: int) -> RowBytes:
+        """Mean bytes of rows below the device that a block's look-ups and its update move; `NO_ROWS` without any."""
+        return rows_of(self.model, self.counts, block) if self.plan.keep.table_below else NO_ROWS
 
     @cached_property
     def most_inputs_below(self) -> int:

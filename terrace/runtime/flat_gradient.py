@@ -118,6 +118,11 @@ class FlatGradient:
         return self._squares if self._is_noted else squared_norm(self.owned)
 
     @property
+    def has_elements(self) -> bool:
+        """Whether this rank owns some of it."""
+        return self.owned.numel() > 0
+
+    @property
     def finite_witness(self) -> Tensor:
         """Numbers that are finite if the complete gradient is: `owned`, or its squared norm if it is kept below."""
         return self._squares.view(-1) if self._is_noted else self.owned

@@ -64,7 +64,7 @@ class Agreements:
     def _squares(self, block: int) -> Tensor:
         # Each element counts once, as for CLIP.
         flats = (flat for flat in self._state.trainable(block) if flat.is_first(flat.layout.optimizer))
-        counted = [flat.gradient.squared_norm for flat in flats if flat.gradient.owned.numel()]
+        counted = [flat.gradient.squared_norm for flat in flats if flat.gradient.has_elements]
         return torch.stack(counted).sum() if counted else self._zero
 
     def _tokens(self, counts: bool) -> Tensor:

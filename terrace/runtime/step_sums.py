@@ -165,7 +165,7 @@ def own_sums(
     nothing = torch.zeros_like(loss)
     # Each gradient element counts once: only the first of the ranks that replicate a slice adds its square.
     gradients = (flat.gradient for flat in flats if flat.is_first(flat.layout.optimizer))
-    counted = [each for each in gradients if each.owned.numel()]
+    counted = [each for each in gradients if each.has_elements]
     squares = torch.stack([each.squared_norm for each in counted]).sum() if counted else nothing
     num_tokens = torch.stack([num_counted(batch, ignored) for batch in batches]).sum()
     return torch.cat([torch.stack([squares, *((loss, num_tokens) if counts_loss else (nothing, nothing))]), of_routers])

@@ -108,6 +108,11 @@ class RowGradient(FlatGradient):
         self.owned = torch.empty(0, dtype=dtype, device=self._device)
         self.begin()
 
+    @property
+    def has_elements(self) -> bool:
+        """Whether it has rows, or had some when its norm was noted: then an update has taken them."""
+        return self._is_noted or super().has_elements
+
     def begin(self) -> None:
         """Begin the gradient of a step."""
         self.rows = torch.empty(0, dtype=torch.int64, device=self._device)
@@ -178,7 +183,8 @@ class TableParam(FlatParam):
         self._below, (spec,) = [*below.rows], self.spec.params
         (rows,), value = self._below, initial(spec)
         for window in rows.windows:
-            part = value[window]
+            # In fp32 at least, as above.
+            part = value[window].to(torch.float64 if self._values == torch.float64 else torch.float32)
             if part.count_nonzero():  # rows that were never written are zero
                 rows.begin(window, part)
         rows.drain()

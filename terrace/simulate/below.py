@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from terrace.plan.wire import MessageClass
-from terrace.simulate.priced_instruction import Stream
+from terrace.simulate.priced_instruction import NO_STREAM, Stream
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
@@ -24,6 +24,29 @@ PARAMS, GRADS, ACTIVATIONS, TABLE = "params", "grads", "activations", "table"
 Moment = tuple[float, int]  # when a message will be there; for a recording, the number of its span
 START: Moment = (0.0, -1)  # before anything
 _EXACT = 6  # times the slots: pieces of one instruction that are played one by one; the rest repeat the last ones
+
+
+def row_stream(program: "Program", block: int) -> Stream:
+    """Seconds of rows below the device: read by one forward of a block, written behind its update, and read for that.
+
+    An update reads of the host's memory alone. `NO_STREAM` for a block without rows below.
+    """
+    rows, keep = program.rows_below(block), program.plan.keep
+    if not rows.looked_up:
+        return NO_STREAM
+    medium = program.cluster.device.below[keep.table]
+    return Stream(
+        0,
+        medium.pages_read_s(rows.pages_read, rows.looked_up) / program.num_micros,
+        medium.pages_written_s(rows.pages_written, rows.written),
+        medium.read_s(rows.read),
+    )
+
+
+def updates_on_cores(program: "Program", block: int) -> bool:
+    """Whether the host's cores update a block. Rows of a table are updated on the device."""
+    trained = [flat for flat in program.model.flats[block] if flat.trainable]
+    return program.plan.keep.updates_on_host and not (trained and all(flat.is_spread for flat in trained))
 
 
 class Lanes:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.keep import HOST
 from terrace.plan.kept import Traffic, groups, is_exact, updated_bytes
-from terrace.plan.state_bytes import rests_rows
-from terrace.program.kept import rows_of
 from terrace.program.phase import Phase
+from terrace.simulate.below import updates_on_cores
 from terrace.simulate.layers import recoding_bytes
 from terrace.simulate.priced_instruction import NO_STREAM, Stream
 
@@ -34,21 +33,6 @@ def moved_stream(program: "Program", of_params: tuple[int, int], of_gradients: i
     return Stream(0, media[keep.params].read_s(read), media[keep.params].write_s(written))
 
 
-def looked_up_stream(program: "Program", block: int) -> Stream:
-    """Seconds of rows below the device: read by one forward of a block, and written behind its update."""
-    keep, num_micros = program.plan.keep, program.num_micros
-    if not any(rests_rows(program.plan, flat) for flat in program.model.flats[block]):
-        return NO_STREAM
-    medium, rows = program.cluster.device.below[keep.table], rows_of(program.model, program.counts, block)
-    # Of the host's memory an update reads records, too, before it writes them.
-    return Stream(
-        0,
-        medium.pages_read_s(rows.pages_read, rows.looked_up) / num_micros,
-        medium.pages_written_s(rows.pages_written, rows.written),
-        medium.read_s(rows.read),
-    )
-
-
 def host_update_seconds(program: "Program", on_device_s: Sequence[float]) -> tuple[float, ...]:
     """Seconds in which the host's cores update a rank's shard of every block; of others, those of the device."""
     host = program.cluster.device.below[HOST]
@@ -57,12 +41,6 @@ def host_update_seconds(program: "Program", on_device_s: Sequence[float]) -> tup
         own_s if updates_on_cores(program, block) else device_s
         for block, (own_s, device_s) in enumerate(zip(update_s, on_device_s, strict=True))
     )
-
-
-def updates_on_cores(program: "Program", block: int) -> bool:
-    """Whether the host's cores update a block. Rows of a table are updated on the device."""
-    trained = [flat for flat in program.model.flats[block] if flat.trainable]
-    return program.plan.keep.updates_on_host and not (trained and all(flat.is_spread for flat in trained))
 
 
 def _bytes(program: "Program", flat: FlatParamSpec) -> float:

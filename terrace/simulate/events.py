@@ -24,7 +24,7 @@ from terrace.plan.state_bytes import accumulates_in_place
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport
-from terrace.simulate.below_seconds import looked_up_stream, updates_on_cores
+from terrace.simulate.below import row_stream, updates_on_cores
 from terrace.simulate.priced_instruction import NO_STREAM, Event, Stream
 from terrace.simulate.rank import Act, Move, Passes, Play, Rank
 
@@ -161,7 +161,7 @@ class _Pricing:
             grads_s = 0.0 if is_read else self.costs.gradients_s(block)
             next_s = self._next_gradients_s(block) if grads_s else 0.0
             act = Rank.update_on_host if updates_on_cores(self.program, block) else Rank.update
-            rows = looked_up_stream(self.program, block)
+            rows = row_stream(self.program, block)
             act = act if rows is NO_STREAM else Rank.update_rows
             return act, Event(
                 op, block, update_s, -1, "update", stream=stream, rows=rows, grads_s=grads_s, next_grads_s=next_s
@@ -254,7 +254,7 @@ class _Pricing:
             steps=event.steps,
             most_writing=event.most_writing,
         )
-        if op is Op.FORWARD and (rows := looked_up_stream(program, index)) is not NO_STREAM:
+        if op is Op.FORWARD and (rows := row_stream(program, index)) is not NO_STREAM:
             act, event.rows = Rank.look_up, rows
         return act, event
 

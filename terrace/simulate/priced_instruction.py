@@ -61,7 +61,7 @@ class Event:
     steps: tuple[PassStep, ...] = ()  # of a pass with messages on lanes: all behind its first computing
     parts: "tuple[Event, ...]" = ()  # of a message in gaps, by gap; of OUTER_COUNT, its computing
     stream: Stream = NO_STREAM  # of states that are kept below the device
-    rows: Stream = NO_STREAM  # of rows of a table that are, as `looked_up_stream` has it
+    rows: Stream = NO_STREAM  # of rows of a table that are, as `row_stream` has it
     grads_s: float = 0.0  # seconds in which an update's gradients are read from below the device
     next_grads_s: float = 0.0  # those of the next update, which are read from when this one asks for its own
     most_writing: int = 0  # a backward begins when gradients of fewer blocks are being written below; 0: at once

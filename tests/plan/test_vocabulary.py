@@ -52,7 +52,20 @@ def plan_of(name: str = "zero3", **changes: Any) -> Plan:
         ),
         ({"master": "bf16", "compute": "bf16"}, "master = 'bf16' with vocabulary: rows of embedding.weight"),
         ({"optimizer_states": "int8"}, "optimizer_states = 'int8' with vocabulary"),
-        ({"keep": Keep(optimizer="disk")}, "keep.optimizer = 'disk' with vocabulary"),
+        (
+            {"keep": Keep(table="disk"), "vocabulary": {}},
+            "keep.table = 'disk' has no effect: .* write vocabulary, too, or leave it out",
+        ),
+        ({"keep": Keep(table="host")}, "keep.table = 'host' under a CPU: the host is the device"),
+        (
+            {
+                "keep": Keep(table="disk"),
+                "vocabulary": {"package": 2},
+                "outer": Outer(tier="node", every=2),
+                **dict.fromkeys(("params", "grads", "optimizer"), "device"),
+            },
+            "keep.table = 'disk' beside plan.outer: islands exchange the changes of all rows",
+        ),
         ({"recompute": ("*",)}, "recompute names embedding, whose rows would be looked up on other ranks again"),
     ],
     ids=str,

@@ -92,7 +92,8 @@ class KeptRows:
     def write(self, state: int, rows: Tensor, values: Tensor) -> None:
         """Set one state (n, H) of rows that are there."""
         here = rows.cpu()
-        self._states[state][self._places(here), here % self.pages.rows_of_page] = values.cpu()
+        target = self._states[state]
+        target[self._places(here), here % self.pages.rows_of_page] = values.to("cpu", target.dtype)
 
     def _places(self, rows: Tensor) -> Tensor:
         """The place in memory of the page of each of `rows`."""
