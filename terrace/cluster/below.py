@@ -6,8 +6,8 @@ from typing import Literal
 
 MEDIA = ("host", "disk")
 ALL = "all"  # of `shared_by`
-_UPDATES, _PAGES = "update_bytes_per_s", "pages_per_s"
-_MARKED = ("memory_bytes", "read_bytes_per_s", "write_bytes_per_s", _UPDATES, _PAGES)
+_UPDATES, _PAGES = "update_bytes_per_s", ("read_pages_per_s", "write_pages_per_s")
+_MARKED = ("memory_bytes", "read_bytes_per_s", "write_bytes_per_s", _UPDATES, *_PAGES)
 Mark = Literal["preset", "measured", "fitted"]  # from a table, from this machine, or from matching whole steps
 _LEAST, _MOST = 1e3, 1e20  # plausible bytes and rates, as of a device
 
@@ -24,8 +24,9 @@ class Medium:
     write_bytes_per_s: float
     # Of the host: bytes of gradients, states and parameters that updates on its cores read and write per second
     update_bytes_per_s: float = field(default=0.0, metadata={"absent": 0.0})
-    # Of a disk: pages of 4 kB at random places that it reads, or writes, per second, many at a time
-    pages_per_s: float = field(default=0.0, metadata={"absent": 0.0})
+    # Of a disk: pages of rows at random places per second, many at a time (terrace.plan.kept_rows)
+    read_pages_per_s: float = field(default=0.0, metadata={"absent": 0.0})
+    write_pages_per_s: float = field(default=0.0, metadata={"absent": 0.0})
     shared_by: str = ""  # tier whose devices share it, such as "node", or "all" of them; "": each device has its own
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
@@ -47,14 +48,14 @@ class Medium:
 
     def pages_read_s(self, num_pages: float, num_bytes: float) -> float:
         """As `read_s`, of bytes in so many pages at random places, whose number may take longer than their bytes."""
-        return max(self.read_s(num_bytes), self._pages_s(num_pages))
+        return max(self.read_s(num_bytes), self._pages_s(num_pages, self.read_pages_per_s))
 
     def pages_written_s(self, num_pages: float, num_bytes: float) -> float:
         """As `write_s`, of bytes in so many pages at random places."""
-        return max(self.write_s(num_bytes), self._pages_s(num_pages))
+        return max(self.write_s(num_bytes), self._pages_s(num_pages, self.write_pages_per_s))
 
-    def _pages_s(self, num_pages: float) -> float:
-        return num_pages * self.sharers / self.pages_per_s if self.pages_per_s else 0.0
+    def _pages_s(self, num_pages: float, pages_per_s: float) -> float:
+        return num_pages * self.sharers / pages_per_s if pages_per_s else 0.0
 
     def update_s(self, num_bytes: float) -> float:
         """Seconds in which the host's cores read and write `num_bytes` for every device that shares them."""
@@ -77,16 +78,16 @@ def wrong_below(below: Mapping[str, Medium], device: str, tiers: Sequence[str]) 
                 f"{where}.update_bytes_per_s = {medium.update_bytes_per_s:g} has no effect: states are updated in "
                 "memory; give it as device.below.host.update_bytes_per_s, or leave it out"
             )
-        if name == "host" and medium.pages_per_s:
-            return (
-                f"{where}.pages_per_s = {medium.pages_per_s:g} has no effect: the host's memory has no pages that are "
-                "read one by one; give it as device.below.disk.pages_per_s, or leave it out"
-            )
-        if medium.pages_per_s and not 1 <= medium.pages_per_s <= _MOST:
-            return f"{where}.pages_per_s = {medium.pages_per_s} must be at least 1"
         for each in _MARKED:
             value = getattr(medium, each)
-            if each == _PAGES or (each == _UPDATES and not value):
+            if each in (_UPDATES, *_PAGES) and not value:
+                continue
+            if name == "host" and each in _PAGES:
+                return (
+                    f"{where}.{each} = {value:g} has no effect: rows in the host's memory are moved one by one; give "
+                    f"it as device.below.disk.{each}, or leave it out"
+                )
+            if each in _PAGES and 1 <= value <= _MOST:
                 continue
             if not _LEAST <= value <= _MOST:
                 return (

@@ -42,6 +42,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import recomputed_parts
 from terrace.plan.slices import spread_tables
+from terrace.plan.tables import TableTraffic
 from terrace.plan.tensor_traffic import TensorTraffic, shared_bytes
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.regions import tensor_steps
@@ -122,8 +123,7 @@ def footprint(
     if num_stages > 1:
         _add_edges(steady, plan, [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")], work, held)
     look_ups = look_ups_of(cluster, plan, [kinds.blocks[index] for index in held], sequence)
-    steady["grads"] += look_ups.gradient_bytes(num_micros, plan.sums)
-    steady["buffers"] += passing_rows(plan, look_ups, num_micros, in_host=cluster.device.type == "cpu")
+    _add_rows(steady, plan, look_ups, num_micros, backend)
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * _mask_bytes(work, kinds.specs, backend)
     # Gradients of the previous micro-batch's last two blocks may still be in reduction during the next forward.
@@ -151,6 +151,12 @@ def footprint(
     reserve_bytes = {"cuda": max(CUDA_PAGES_BYTES, int((CUDA_ALLOCATOR_FACTOR - 1) * tensors_bytes)), "cpu": 0}[backend]
     context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
     return worst | {"allocator": reserve_bytes, "context": context_bytes}
+
+
+def _add_rows(steady: dict[str, int], plan: Plan, look_ups: TableTraffic, num_micros: int, backend: str) -> None:
+    """Add the gradients of used rows, and rows that are kept below while they are on the device."""
+    steady["grads"] += look_ups.gradient_bytes(num_micros, plan.sums)
+    steady["buffers"] += passing_rows(plan, look_ups, num_micros, in_host=backend == "cpu")
 
 
 def _passing_bytes(work: Work, plan: Plan, kinds: Kinds, held: Sequence[int], backend: Backend) -> int:

@@ -54,6 +54,7 @@ from terrace.train.rules import parts_of
 _SOURCE = "measured at the start of the run"
 _SMALL_BYTES, _LARGE_BYTES = 4_096, 1_048_576  # per rank; around the sizes of a small model's messages
 _BUDGET_S = 0.2
+_READ, _WRITTEN = "{}: pages read", "{}: pages written"  # figures of rows on a medium
 _REPEATS = 20  # of a collective: every member must make the same number of calls
 _FEWEST = 3
 _WINDOWS, _AGREE, _LONGEST = 5, 1.5, 4  # a busy moment is measured longer, up to so many budgets
@@ -115,6 +116,7 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
     progress("the media below the device")
     for medium in plan.keep.media:
         own[medium] = engine.below.rate(medium)
+        own[_READ.format(medium)], own[_WRITTEN.format(medium)] = engine.below.page_rates(medium)
     if plan.keep.hands_over:
         own[CORES] = engine.below.update_rate(update_rate())
     progress("the figures of all ranks")
@@ -341,10 +343,15 @@ def _below(engine: Engine, rates: Mapping[str, float]) -> Mapping[str, Medium]:
     """The media below the device, those of the plan with the rate that all ranks reach at once."""
     found = dict(engine.program.cluster.device.below)
     for name in engine.program.plan.keep.media:
+        marks: dict[str, Mark]
         if rates[name]:
             whole = rates[name] * found[name].sharers
-            marks: dict[str, Mark] = {"read_bytes_per_s": "measured", "write_bytes_per_s": "measured"}
+            marks = {"read_bytes_per_s": "measured", "write_bytes_per_s": "measured"}
             found[name] = replace(found[name], read_bytes_per_s=whole, write_bytes_per_s=whole, marks=marks)
+        pages = [rates[each.format(name)] * found[name].sharers for each in (_READ, _WRITTEN)]
+        if not any(map(math.isnan, pages)):
+            marks = {**found[name].marks, "read_pages_per_s": "measured", "write_pages_per_s": "measured"}
+            found[name] = replace(found[name], read_pages_per_s=pages[0], write_pages_per_s=pages[1], marks=marks)
     if CORES in rates:
         host = found[HOST]
         measured: dict[str, Mark] = {**host.marks, "update_bytes_per_s": "measured"}

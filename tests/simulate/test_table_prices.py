@@ -1,25 +1,34 @@
 """Look-ups of spread tables in the predicted step: messages, seconds of used rows, memory."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from terrace.base.errors import ProgramError
+from terrace.cluster.below import Medium
 from terrace.cluster.presets import load_cluster
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
+from terrace.plan.keep import Keep
 from terrace.plan.kinds import Kinds
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
+from terrace.plan.tables import TableTraffic, distinct
 from terrace.plan.wire import MessageClass
 from terrace.planner.advice import changes, cost_of
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
+from terrace.program.report import StepReport
+from terrace.program.verify import verify
 from terrace.report.routing import mean_words, routed_table
+from terrace.simulate.below import ROWS
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.priced_instruction import Doing
+from terrace.simulate.recording import record
 from terrace.simulate.states import model_states, stage_blocks
 from terrace.simulate.step import Step, predict_step
 
@@ -119,3 +128,81 @@ def test_a_step_that_does_not_fit_is_offered_rows_on_several_ranks() -> None:
     assert offered.plan.vocabulary == {"node": 8}
     assert offered.cost is not None
     assert offered.cost.needed_bytes < 0.9 * needed
+
+
+def kept_step(keep: Keep, reads: float = 0.0, writes: float = 0.0) -> tuple[Step, StepReport]:
+    """A step of the spread table with states on a disk of 2 GB/s, or in a host of 20 GB/s, and its prediction."""
+    media = {
+        "disk": Medium(
+            memory_bytes=1e12,
+            read_bytes_per_s=2e9,
+            write_bytes_per_s=2e9,
+            read_pages_per_s=reads,
+            write_pages_per_s=writes,
+        ),
+        "host": Medium(memory_bytes=1e12, read_bytes_per_s=2e10, write_bytes_per_s=2e10),
+    }
+    cluster, plan, blocks = (
+        replace(CLUSTER, device=replace(CLUSTER.device, below=media)),
+        plan_of(),
+        block_specs(model_of()),
+    )
+    work = work_of(cluster, plan, blocks[1].operations, SEQUENCE)
+    plan = replace(plan, keep=keep)
+    step = Step(cluster=cluster, plan=plan, blocks=blocks, num_micros=MICROS, sequence=SEQUENCE, work=work)
+    return step, predict_step(step).reports[0]
+
+
+def test_rows_below_take_the_seconds_of_their_bytes_and_of_their_pages() -> None:
+    (_, on_device), (_, on_disk), (_, host) = map(kept_step, (Keep(), Keep(table="disk"), Keep(table="host")))
+    _, slow = kept_step(Keep(table="disk"), 1e4, 5e3)
+    assert all(key[0] not in ROWS for key in on_device.sent_bytes)
+    # Of 32,768 rows of a rank 2 x 2 x 2,048 ids of 8 ranks use most; a page has one row, its master copy and moments.
+    rows, page = TableTraffic.used(look_ups(), MICROS), 4096 * math.ceil((3 * 1024 * 4 + 64) / 4096)
+    program = built(Keep(table="disk"))
+    read, written = (program.expected_bytes[message, "disk"] for message in ROWS)
+    assert (read, written) == pytest.approx((rows * page, rows * page), rel=1e-4)
+    assert on_disk.time_s["wait row_read"] == pytest.approx(read / 2e9, rel=1e-6)
+    assert on_disk.memory_bytes["optimizer"] < on_device.memory_bytes["optimizer"]
+    assert slow.time_s["wait row_read"] == pytest.approx(rows / 1e4, rel=1e-3)
+    assert slow.time_s["wait row_write"] == pytest.approx(rows / 5e3, rel=0.05)  # nearly all of it, behind the updates
+    looked_up = MICROS * distinct(262_144, look_ups().tokens * 8) / 8 * 1024 * 4
+    updated = rows * 3 * 1024 * 4
+    program = built(Keep(table="host"))
+    assert program.expected_bytes[ROWS[0], "host"] == pytest.approx(looked_up + updated, rel=1e-4)
+    assert program.expected_bytes[ROWS[1], "host"] == pytest.approx(updated, rel=1e-4)
+    assert host.time_s["wait row_read"] == pytest.approx((looked_up + updated) / 2e10, rel=1e-4)
+
+
+def look_ups() -> TableTraffic:
+    return program_of(plan_of(), model_of()).model.routed.look_ups(0)
+
+
+def built(keep: Keep) -> Program:
+    step, _ = kept_step(keep)
+    return build(step.cluster, step.plan, step.blocks, MICROS, SEQUENCE)
+
+
+def test_rows_below_leave_the_memory_of_the_device_and_must_fit_their_medium() -> None:
+    program = built(Keep(table="disk"))
+    table = 262_144 // 8 * 1024
+    assert program.resting_bytes == {"disk": 262_144 // 8 * 16_384}
+    kept, device = program.state_bytes, built(Keep()).state_bytes
+    assert device["params"] - kept["params"] == 2 * table
+    assert device["optimizer"] - kept["optimizer"] == 12 * table
+    step, _ = kept_step(Keep(table="disk"))
+    small = {"disk": replace(step.cluster.device.below["disk"], memory_bytes=1e8)}
+    cluster = replace(step.cluster, device=replace(step.cluster.device, below=small))
+    with pytest.raises(ProgramError, match="disk"):
+        verify(build(cluster, step.plan, step.blocks, MICROS, SEQUENCE), 0)
+
+
+def test_a_recording_has_the_lane_of_the_rows() -> None:
+    step, report = kept_step(Keep(table="disk"))
+    costs = step_costs(built(Keep(table="disk")), step.work)
+    recorded = record(costs.program, costs)
+    spans = [(recorded.lane_name(span.lane), span.category) for span in recorded.spans[recorded.first :]]
+    assert spans.count(("disk", "row_read")) == MICROS
+    assert spans.count(("disk", "row_write")) == 1
+    assert ("compute", "wait row_read") in spans
+    assert recorded.report.step_s == pytest.approx(report.step_s)

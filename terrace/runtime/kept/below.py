@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import nan
 from pathlib import Path
 from tempfile import gettempdir
 from types import MappingProxyType
@@ -59,6 +60,10 @@ class Below:
         """Measure the bytes per second that a medium reads while it writes as many; 0 if nothing is kept there."""
         return 0.0
 
+    def page_rates(self, medium: str) -> tuple[float, float]:
+        """Measure the pages of rows per second that a medium reads, and that it writes; nan without any there."""
+        return nan, nan
+
     def update_rate(self, rate: float) -> float:
         """Bytes per second of updates on the host's cores, which reach `rate` without a pace."""
         return rate
@@ -99,6 +104,7 @@ class Kept(Below):
         pace: Pace = UNPACED,
     ) -> None:
         model, plan = program.model, program.plan
+        self._device = device
         self._keep, self._folder, self._plan, self._flats, self._clock = plan.keep, folder, plan, model.flats, clock
         blocks = [model.flats[block] for block in program.stage.held]
         sizes = defaultdict[str, list[int]](list)  # medium -> bytes of its pieces
@@ -207,7 +213,13 @@ class Kept(Below):
         return sum((rows.declared for rows in self._rows.values()), Counter[tuple[MessageClass, str]]())
 
     def rate(self, medium: str) -> float:
-        return self._rings[medium].rate() if medium in self._rings else 0.0
+        if medium in self._rings:
+            return self._rings[medium].rate()
+        return max((rows.rate(self._device) for rows in self._rows.values() if rows.pages.medium == medium), default=0)
+
+    def page_rates(self, medium: str) -> tuple[float, float]:
+        found = (rows.page_rates() for rows in self._rows.values() if rows.pages.medium == medium)
+        return next(found, (nan, nan))
 
     def update_rate(self, rate: float) -> float:
         return min((cores.rate(rate) for cores in self._cores), default=rate)

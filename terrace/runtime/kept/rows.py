@@ -14,9 +14,12 @@ Rows are gathered from pages in the host's memory, and an update has some of the
 Shape legend: n distinct rows, H elements of a row, P pages in memory, R rows of a page.
 """
 
+import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import nan
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 
@@ -34,8 +37,20 @@ from terrace.runtime.kept.file import PagedFile
 from terrace.runtime.kept.host import HostMemory
 
 _WINDOW = 1 << 22  # elements of a state that a checkpoint has in memory at a time
+_SAMPLE, _ROUNDS = 2048, 5  # rows or pages whose reads and writes are measured, and how often
 _Call = Callable[[Sequence[int], Sequence[int], memoryview], None]
 _READ, _WRITE = MessageClass.ROW_READ, MessageClass.ROW_WRITE
+
+
+def _sample(number: int) -> Tensor:
+    """Some of `number` rows or pages at random places, ascending."""
+    return torch.randperm(number, generator=torch.Generator().manual_seed(0))[:_SAMPLE].sort().values
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin_s = time.perf_counter()
+    work()
+    return time.perf_counter() - begin_s
 
 
 class KeptRows:
@@ -76,6 +91,14 @@ class KeptRows:
         with self.within(window):
             self.write(0, torch.arange(window.start, window.stop), values)
             self.changed()
+
+    def rate(self, device: torch.device) -> float:
+        """Bytes per second in each direction of moving rows to a device and back; 0: they move in pages."""
+        return 0.0
+
+    def page_rates(self) -> tuple[float, float]:
+        """Pages read and written per second, at random places; nan: there are none. Changes no state."""
+        return nan, nan
 
     def drain(self) -> None:
         """Wait until all rows have their place."""
@@ -157,6 +180,11 @@ class RowsInMemory(KeptRows):
         for message, expected in zip((_READ, _WRITE), self.pages.of_update(len(rows), 0), strict=True):
             self._count(message, moved, expected)
 
+    def rate(self, device: torch.device) -> float:
+        rows = _sample(self.pages.num_rows).to(device)
+        rounds_s = [_seconds(lambda: self.write(0, rows, self.read(0, rows))) for _ in range(_ROUNDS)]
+        return 2 * len(rows) * self.pages.state_bytes[0] / statistics.median(rounds_s)
+
     def bring(self, rows: Tensor) -> None:
         """They are there."""
 
@@ -213,6 +241,17 @@ class RowsOnDisk(KeptRows):
 
     def changed(self) -> None:
         self._is_changed = True
+
+    def page_rates(self) -> tuple[float, float]:
+        self.drain()
+        pages, rounds_s = _sample(self.pages.num_pages), list[tuple[float, float]]()
+        for _ in range(1 + _ROUNDS):  # a disk reads what was never written faster than anything else
+            read_s = _seconds(self._reading(pages))
+            self._put(pages)
+            rounds_s.append((read_s, _seconds(self._written.wait)))
+            self.forget()
+        read_s, written_s = (statistics.median(each) for each in zip(*rounds_s[1:], strict=True))
+        return len(pages) / read_s, len(pages) / written_s
 
     def drain(self) -> None:
         self._let_go()
