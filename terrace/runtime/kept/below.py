@@ -7,7 +7,7 @@ from math import nan
 from pathlib import Path
 from tempfile import gettempdir
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,9 +40,11 @@ from terrace.runtime.kept.file import KeptFile, scratch
 from terrace.runtime.kept.host import HostMemory
 from terrace.runtime.kept.host_update import Cores, HostUpdate, LandedGradient, SharedGradient
 from terrace.runtime.kept.ring import InPlace, Ring, Slot, make_slots
-from terrace.runtime.kept.rows import KeptRows, RowsInMemory, RowsOnDisk
 from terrace.runtime.kept.states import RESIDENT, Passage, Passages
 from terrace.runtime.kept.whole import Whole
+
+if TYPE_CHECKING:
+    from terrace.runtime.kept.rows import KeptRows
 
 
 class Below:
@@ -160,7 +162,9 @@ class Kept(Below):
                 medium, [each for each in wholes if each.medium == medium], make_slots(NUM_WAYS, largest, device)
             )
 
-    def _rows_of(self, pages: RowPages, pace: Pace) -> KeptRows:
+    def _rows_of(self, pages: RowPages, pace: Pace) -> "KeptRows":
+        from terrace.runtime.kept.rows import RowsInMemory, RowsOnDisk  # few plans keep a table below
+
         given = (pages, self._channels[pages.medium], self._clock, pace, rows_at_once(self._plan, pages.width))
         return RowsInMemory(*given) if pages.medium == HOST else RowsOnDisk(*given, self._folder)
 

@@ -6,6 +6,7 @@ Checkpoints read and write whole states, between steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,10 +16,12 @@ from terrace.plan.pieces import Piece
 from terrace.plan.state_formats import BLOCK_STATES
 from terrace.runtime.kept.host_update import HostUpdate
 from terrace.runtime.kept.ring import InPlace, Ring, Slot
-from terrace.runtime.kept.rows import KeptRows
 from terrace.runtime.kept.whole import Whole
 from terrace.runtime.noise import Noise
 from terrace.runtime.stored import State, Storage
+
+if TYPE_CHECKING:
+    from terrace.runtime.kept.rows import KeptRows
 
 Make = Callable[[Tensor, slice], State]  # a state in memory (bytes) for some elements of a group
 Changed = Callable[[slice, Tensor], None]  # called with elements of a group and their new values
@@ -208,7 +211,7 @@ class Passages:
         rests_master: bool,
         params: Sequence[Whole] = (),
         grads: Sequence[Whole] = (),
-        rows: Sequence[KeptRows] = (),
+        rows: "Sequence[KeptRows]" = (),
         on_host: Sequence[Callable[[Tensor], HostUpdate]] = (),
     ) -> None:
         self.rests_master, self.params, self.grads, self.on_host = rests_master, params, grads, on_host
