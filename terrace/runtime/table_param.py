@@ -34,8 +34,7 @@ from terrace.runtime.flat_gradient import FlatGradient
 from terrace.runtime.flat_param import FlatParam, Initial
 from terrace.runtime.kept.host_update import Scale
 from terrace.runtime.kept.offloaded import Resident
-from terrace.runtime.kept.row_states import RowState, RowStorage
-from terrace.runtime.kept.rows import KeptRows
+from terrace.runtime.kept.rows import KeptRows, RowState, RowStorage
 from terrace.runtime.kept.states import RESIDENT, Passages
 from terrace.runtime.kept.whole import Whole
 from terrace.runtime.linear import Matrix

@@ -16,8 +16,7 @@ from terrace.plan.tables import TableTraffic
 from terrace.runtime.clock import NO_CLOCK
 from terrace.runtime.kept.channel import Channel
 from terrace.runtime.kept.file import KeptFile
-from terrace.runtime.kept.row_states import RowState
-from terrace.runtime.kept.rows import RowsOnDisk
+from terrace.runtime.kept.rows import RowsOnDisk, RowState
 
 WIDTH, ROWS = 24, 1000  # a record of 288 bytes, 14 of them in a page
 PAGES = RowPages(medium="disk", num_rows=ROWS, width=WIDTH, formats=("fp32", "fp32", "fp32"))
