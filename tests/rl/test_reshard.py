@@ -13,6 +13,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.blocks import block_specs
 from terrace.model.decoder import token_loss
+from terrace.plan.keep import Keep
 from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass
@@ -30,6 +31,7 @@ SIZES = (2, 2)
 ROWS_INSIDE, ROWS_ON_BOTH = {"package": {"tensor": 2}}, {"package": {"tensor": 2}, "node": {"tensor": 2}}
 WIDE = "wide llama, 2 kv heads"
 THREE_LEVEL = replace(exact("three-level", cluster_of(*SIZES)), compute="fp32")
+ON_HOST = Keep(optimizer="disk", update="host", piece=128, ring=3)
 CASES = {
     "zero3": (SIZES, Case(exact("zero3", cluster_of(*SIZES)), model=WIDE)),
     "three levels, halves": (
@@ -40,6 +42,13 @@ CASES = {
     "rows on both tiers": (SIZES, Case(exact("ddp", cluster_of(*SIZES), mapping=ROWS_ON_BOTH), model=WIDE)),
     "stages of shards": (SIZES, Case(pipelined("zero3", OUTER, "1f1b"), num_micros=3, model="deep llama tied")),
     "interleaved stages": ((4,), Case(pipelined("ddp", ALONE, "interleaved:2"), num_micros=4, model="deep gpt2")),
+    "updates on the host": (
+        SIZES,
+        Case(
+            exact("zero3", cluster_of(*SIZES), keep=Keep(optimizer="disk", update="host", piece=128, ring=3)),
+            model=WIDE,
+        ),
+    ),
     "a frozen table": (SIZES, Case(exact("zero3", cluster_of(*SIZES)), model="llama, frozen table")),
     "experts": (SIZES, Case(exact("zero3", cluster_of(*SIZES)), model="wide experts")),
 }
@@ -110,7 +119,11 @@ def test_slices_have_the_bits_of_the_trained_model(pool: LocalPool, name: str, r
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("three levels, halves", 2), *nightly(("zero3", 1), ("stages of shards", 2), ("a frozen table", 2))],
+    [
+        ("three levels, halves", 2),
+        ("updates on the host", 2),
+        *nightly(("zero3", 1), ("stages of shards", 2), ("a frozen table", 2)),
+    ],
 )
 def test_masters_have_the_bits_of_the_working_copies(pool: LocalPool, name: str, rows: int) -> None:
     """Of which ranks hold less here: halves are summed as fp32, and their masters are fp64."""

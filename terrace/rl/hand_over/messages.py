@@ -89,7 +89,7 @@ def held_boxes(engine: "Engine", block: int, source: Literal["params", "optimize
         if source == "params" or not flat.spec.trainable:
             found += boxes_of(engine, flat, flat.part(flat.layout.params).start, forward_values(engine, block, flat))
         else:
-            masters, transfer = flat.optimizer.master.to(flat.shard.dtype), gather_of(engine, block, flat)
+            masters, transfer = flat.optimizer.master.to(flat.shard), gather_of(engine, block, flat)
             masters = masters if transfer is None else in_dtypes(masters, transfer)
             found += boxes_of(engine, flat, flat.part(flat.layout.optimizer).start, masters)
     return found

@@ -89,8 +89,8 @@ class HandOver:
         then holds just its slices, M/g, and at most one block's own shard besides.
         """
         self._engine.settle()
-        # A refresh writes into flat buffers, which a loan leaves without memory.
-        if lend or self._source == "params":
+        # A refresh writes into flat buffers, which a loan leaves without memory; the host's cores change masters.
+        if lend or self._source == "params" or self._engine.program.plan.keep.updates_on_host:
             self._engine.drain()
         self._engine.runner.declared_bytes.update(self.sent_bytes)
         parts, loans = list[BlockParts](), list[_Loan]()
