@@ -2,6 +2,8 @@
 
     python -m bench.offload_orders                 executed at the paper's ratios, and predicted for its model
     python -m bench.offload_orders --layers 4 --steps 2
+    python -m bench.offload_orders --slower 5 --only host    rows whose name has a word, on a device, link and host that are
+                                                             all as many times slower: a busy machine matters less
 
 The ratios are those that LSP-Offload (2406.10181) gives for a layer of Llama-7B on an RTX 4090: 12.2 + 28.1 ms of
 forward and backward (here in shares of 1 and 2, as predictions have them), 60 ms of Adam on the host, and 10 to 20 GB/s
@@ -62,27 +64,30 @@ class _Slept(torch.autograd.Function):
     """Passes a tensor on when the seconds of a forward, and of a backward, are over."""
 
     @staticmethod
-    def forward(context: Any, values: Tensor) -> Tensor:
-        time.sleep(FORWARD_S)
+    def forward(context: Any, values: Tensor, slower: float) -> Tensor:
+        context.slower = slower
+        time.sleep(FORWARD_S * slower)
         return values.clone()
 
     @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        time.sleep(BACKWARD_S)
-        return gradient.clone()
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(BACKWARD_S * context.slower)
+        return gradient.clone(), None
 
 
 class Layer(nn.Module):
-    """A matrix whose passes take the seconds of a layer."""
+    """A matrix whose passes take `slower` times the seconds of a layer."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, slower: float) -> None:
         super().__init__()
+        self.slower = slower
         values = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(seed)) / SIDE**0.5
         self.weight = nn.Parameter(values)
 
     def forward(self, values: Tensor) -> Tensor:
         """(B, D) -> (B, D)."""
-        return cast(Tensor, _Slept.apply(values + torch.tanh(values @ self.weight.to(values.dtype))))  # type: ignore[no-untyped-call]
+        found = values + torch.tanh(values @ self.weight.to(values.dtype))
+        return cast(Tensor, _Slept.apply(found, self.slower))  # type: ignore[no-untyped-call]
 
 
 def loss_of(output: Tensor, labels: Tensor) -> Tensor:
@@ -92,7 +97,7 @@ def loss_of(output: Tensor, labels: Tensor) -> Tensor:
 
 def rate_of(options: argparse.Namespace) -> float:
     """Bytes per second each way of the rehearsed link."""
-    return float(options.gb_per_s) * 1e9 * SIDE * SIDE / NUMEL
+    return float(options.gb_per_s) * 1e9 * SIDE * SIDE / NUMEL / float(options.slower)
 
 
 class Point(NamedTuple):
@@ -147,11 +152,11 @@ def executed(options: argparse.Namespace, name: str) -> tuple[float, float]:
     """Median seconds of a step of a plan, and as predicted."""
     base = local_cluster({"node": 1})
     link = Medium(memory_bytes=1e12, read_bytes_per_s=rate_of(options), write_bytes_per_s=rate_of(options))
-    host = replace(link, update_bytes_per_s=UPDATED_BYTES * SIDE * SIDE / HOST_UPDATE_S)
+    host = replace(link, update_bytes_per_s=UPDATED_BYTES * SIDE * SIDE / HOST_UPDATE_S / options.slower)
     cluster = replace(base, device=replace(base.device, below={"disk": link, "host": host}))
     plan = plan_of(cluster, POINTS[name], "disk", SIDE)
     engine = engine_with(
-        [Layer(seed) for seed in range(options.layers)],
+        [Layer(seed, options.slower) for seed in range(options.layers)],
         objective=loss_of,
         cluster=cluster,
         plan=plan,
@@ -202,7 +207,7 @@ class Link:
 
 def at_the_end(options: argparse.Namespace) -> float:
     """Median seconds of a step in ZeRO-Offload's order."""
-    layers = [Layer(seed).bfloat16() for seed in range(options.layers)]
+    layers = [Layer(seed, options.slower).bfloat16() for seed in range(options.layers)]
     masters = [nn.Parameter(layer.weight.detach().float()) for layer in layers]
     optimizers = [torch.optim.AdamW([master], lr=1e-4, fused=True) for master in masters]
     down, up = Link(rate_of(options)), Link(rate_of(options))
@@ -228,7 +233,7 @@ def at_the_end(options: argparse.Namespace) -> float:
         norm = torch.stack([each.float().norm() for each in host]).norm()
         scale = min(1.0, 1.0 / float(norm))
         parts = zip(masters, optimizers, host, layers, strict=True)
-        back = [_host_update(*each, scale, up) for each in parts]
+        back = [_host_update(*each, scale, up, HOST_UPDATE_S * options.slower) for each in parts]
         for event in back:
             event.wait()
         if number >= _WARMUP:
@@ -239,9 +244,15 @@ def at_the_end(options: argparse.Namespace) -> float:
 
 
 def _host_update(
-    master: nn.Parameter, optimizer: torch.optim.Optimizer, gradient: Tensor, layer: Layer, scale: float, up: Link
+    master: nn.Parameter,
+    optimizer: torch.optim.Optimizer,
+    gradient: Tensor,
+    layer: Layer,
+    scale: float,
+    up: Link,
+    seconds: float,
 ) -> threading.Event:
-    end_s = time.perf_counter() + HOST_UPDATE_S
+    end_s = time.perf_counter() + seconds
     master.grad = gradient.float() * scale
     optimizer.step()
     time.sleep(max(0.0, end_s - time.perf_counter()))
@@ -285,19 +296,21 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--gb-per-s", type=float, default=15.0, help="of the paper's link, each way")
+    parser.add_argument("--slower", type=float, default=1.0, help="how many times slower all is than the paper's layer")
+    parser.add_argument("--only", default="", help="execute the rows with this in their names alone")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args(words)
     torch.set_num_threads(1)
     print("executed on a rehearsed device")
     native_s = 0.0
-    for name in POINTS:
+    for name in [ON_DEVICE, *(name for name in POINTS if options.only in name and name != ON_DEVICE)]:
         found_s, predicted_s = executed(options, name)
         native_s = native_s or found_s
         print(f"{name:34}{found_s:9.3f} s {found_s / native_s:6.2f}x   predicted {predicted_s:9.3f} s", flush=True)
     found_s = at_the_end(options)
-    predicted_s = at_the_end_s(options.layers, options.gb_per_s)
+    predicted_s = options.slower * at_the_end_s(options.layers, options.gb_per_s)
     print(f"{AT_THE_END:34}{found_s:9.3f} s {found_s / native_s:6.2f}x   predicted {predicted_s:9.3f} s", flush=True)
-    least_s = layer_wise_s(options.layers, options.gb_per_s)
+    least_s = options.slower * layer_wise_s(options.layers, options.gb_per_s)
     print(f"{LAYER_WISE:34}{'':20}   predicted {least_s:9.3f} s")
     print("predicted for Llama-7B on one card; GB/s of the link, then seconds over those on the device")
     for name in POINTS:
