@@ -2,8 +2,10 @@
 
     python -m bench.offload_orders                 executed at the paper's ratios, and predicted for its model
     python -m bench.offload_orders --layers 4 --steps 2
-    python -m bench.offload_orders --slower 5 --only host    rows whose name has a word, on a device, link and host that are
-                                                             all as many times slower: a busy machine matters less
+    python -m bench.offload_orders --slower 5 --only host
+
+With `--slower` device, link and host are all as many times slower, so that a busy machine matters less; `--only`
+executes the rows with a word in their names.
 
 The ratios are those that LSP-Offload (2406.10181) gives for a layer of Llama-7B on an RTX 4090: 12.2 + 28.1 ms of
 forward and backward (here in shares of 1 and 2, as predictions have them), 60 ms of Adam on the host, and 10 to 20 GB/s
