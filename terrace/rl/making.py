@@ -15,6 +15,7 @@ from terrace.model.config import load_model
 from terrace.model.facts import has_scalar_head, longest_text, refuse_non_causal, vocabulary_size, with_scalar_head
 from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
+from terrace.plan.keep_rules import check_clip
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.program.lowering import build_stages
@@ -81,6 +82,8 @@ def _check_engine(settings: EngineSettings, *, learns: bool) -> None:
         raise PlanError(
             f"keep.params = {plan.keep.params!r}: a role hands over the parameters that its device holds; leave it out"
         )
+    if learns:
+        check_clip(plan, settings.optimizer.clip)
     blocks = block_specs(settings.model)
     build_stages(cluster, plan, blocks if learns else freeze(blocks, ALL), settings.num_micros, settings.sequence)
 
@@ -93,11 +96,11 @@ def engine_settings(
     return EngineSettings(
         model=config.model,
         cluster=config.places[role].cluster,
-        # A role that only scores has no optimizer, so its plan must not depend on one.
+        # A role that only scores has no optimizer, so its plan must not depend on one, nor be refused for its settings.
         plan=plan if role in LEARNING else replace(plan, update=OptimizerConfig().update),
         num_micros=config.num_micros(batch, role),
         sequence=config.sequence,
-        optimizer=(optimizer or config.optimizer) if role in LEARNING else OptimizerConfig(),
+        optimizer=(optimizer or config.optimizer) if role in LEARNING else OptimizerConfig(clip=config.optimizer.clip),
         weights=weights,
         seed=config.run.seed,
     )

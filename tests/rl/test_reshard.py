@@ -42,13 +42,7 @@ CASES = {
     "rows on both tiers": (SIZES, Case(exact("ddp", cluster_of(*SIZES), mapping=ROWS_ON_BOTH), model=WIDE)),
     "stages of shards": (SIZES, Case(pipelined("zero3", OUTER, "1f1b"), num_micros=3, model="deep llama tied")),
     "interleaved stages": ((4,), Case(pipelined("ddp", ALONE, "interleaved:2"), num_micros=4, model="deep gpt2")),
-    "updates on the host": (
-        SIZES,
-        Case(
-            exact("zero3", cluster_of(*SIZES), keep=Keep(optimizer="disk", update="host", piece=128, ring=3)),
-            model=WIDE,
-        ),
-    ),
+    "updates on the host": (SIZES, Case(exact("zero3", cluster_of(*SIZES), keep=ON_HOST), model=WIDE)),
     "a frozen table": (SIZES, Case(exact("zero3", cluster_of(*SIZES)), model="llama, frozen table")),
     "experts": (SIZES, Case(exact("zero3", cluster_of(*SIZES)), model="wide experts")),
 }

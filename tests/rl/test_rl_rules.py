@@ -22,6 +22,7 @@ from terrace.rl.making import check_roles, engine_settings
 from terrace.rl.placing import ACTOR, REFERENCE
 from terrace.rl.rates import rate_lines
 from terrace.rl.resolve import resolve
+from terrace.runtime.model_state import check_settings
 from tests.support.rl_runs import ALONE, write_own
 
 POOLS = [{"ranks": 4, "roles": ["actor", "critic"]}, {"ranks": 4, "roles": ["rollout", "reference"]}]
@@ -54,6 +55,18 @@ def test_every_plan_of_every_role_is_checked_before_a_process(role: str, plan: d
     with pytest.raises(TerraceError, match=said) as refused:
         check_roles(config_of(table))
     assert f"role {role}: " in str(refused.value) or f"plans.{role}." in str(refused.value)
+
+
+def test_updates_in_the_backward_need_the_settings_of_the_roles_that_learn() -> None:
+    """Those of a role that only scores are not refused for a norm that nobody clips."""
+    keep = {"optimizer": "disk", "update": "host", "order": "backward"}
+    table = {"algorithm": {"name": "ppo"}, "pool": POOLS, "plans": dict.fromkeys(PLANS, {**FLAT, "keep": keep})}
+    with pytest.raises(PlanError, match=r"role actor: keep\.order = 'backward' with optimizer\.clip = 1: a clipped"):
+        check_roles(config_of(table))
+    config = config_of({**table, "optimizer": {"clip": 0.0}})
+    check_roles(config)
+    reference = engine_settings(config, REFERENCE, "", 8)
+    check_settings(reference.plan, reference.optimizer)
 
 
 def test_a_start_refuses_a_role_before_it_makes_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
