@@ -65,10 +65,17 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str], where: str = "") -> str:
-    """`; did you mean 'x'?` with the nearest known word, or else a list of all; `where` is prefixed to the nearest."""
+    """`; did you mean 'x'?` with the nearest known word, or else a list of all; `where` is prefixed to the nearest.
+
+    A plan of another trainer is nearest to the one that is the same (`terrace.base.coming_from`).
+    """
     choices = sorted(known)
+    from terrace.base.coming_from import preset_for  # here alone: most commands have no error
+
+    if preset := preset_for(word, choices):
+        return f"; did you mean {where + preset!r}?"
     begun = [each for each in choices if len(word) >= _LEAST_BEGINNING and each.startswith(word)]
-    import difflib  # here alone: most commands have no error
+    import difflib  # here alone, too
 
     near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6) or begun
     if near:

@@ -10,7 +10,7 @@ import re
 import types
 import typing
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -85,7 +85,7 @@ def load(cls: type[T], table: Mapping[str, Any], where: str) -> T:
     fields = {field.name: field for field in dataclasses.fields(cls) if _is_key(field)}  # type: ignore[arg-type]
     for key in table:
         if key not in fields:
-            raise ConfigError(f"unknown key {where}.{key}{did_you_mean(str(key), fields, f'{where}.')}")
+            raise ConfigError(f"unknown key {where}.{key}{_known_key(str(key), fields, where)}")
     # Conversion checks types; ranges are checked by the dataclass itself.
     values = {key: _convert(hints[key], value, f"{where}.{key}") for key, value in table.items()}
     for key, value in values.items():
@@ -96,6 +96,13 @@ def load(cls: type[T], table: Mapping[str, Any], where: str) -> T:
         if required and name not in values:
             raise ConfigError(f"{where}.{name} is missing: give it a value")
     return cls(**values)
+
+
+def _known_key(key: str, known: Iterable[str], where: str) -> str:
+    from terrace.base.coming_from import key_for, sections  # here alone: most tables have no unknown key
+
+    own = key_for(where, key) if where in sections() - {"cluster"} else ""
+    return f"; did you mean {own!r}?" if own else did_you_mean(key, known, f"{where}.")
 
 
 def dump(value: Any) -> Any:

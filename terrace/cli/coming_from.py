@@ -1,83 +1,41 @@
-"""Options of other trainers, earlier versions and other commands: each is refused with its name here.
-
-The last table of docs/coming-from.md shows `OPTIONS` and `PLANS`; a test holds both equal.
-"""
+"""Refuses options that `terrace.base.coming_from` lists, each with a line of Terrace that can be pasted."""
 
 import argparse
-import os
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from terrace.base.coming_from import RUN, options_for, sections
 from terrace.base.errors import ConfigError
 
-RUN = "RUN"  # the first word of commands that look at a run
-# Our names -> other names. Of our names, the first one that a command has is suggested.
-OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
-    ("--model",): ("--model-name-or-path",),
-    ("--data",): ("--data-path", "--train-data-path"),
-    ("--train.batch", "--batch"): ("--batch", "--train.batch", "--global-batch-size"),
-    ("--plan.micro_batch",): ("--micro-batch-size", "--per-device-train-batch-size"),
-    ("--train.sequence", "--sequence", "--context"): (
-        "--sequence",
-        "--train.sequence",
-        "--seq",
-        "--seq-len",
-        "--seq-length",
-    ),
-    ("--train.steps", "--run.steps"): ("--steps", "--max-steps", "--train-iters"),
-    ("--train.checkpoint_every",): ("--save-interval", "--save-steps"),
-    ("--train.keep_checkpoints",): ("--save-total-limit",),
-    ("--train.compile",): ("--torch-compile",),
-    ("--train.metrics",): ("--report-to",),
-    ("--optimizer.lr",): ("--lr", "--learning-rate"),
-    ("--optimizer.weight_decay",): ("--weight-decay",),
-    ("--optimizer.clip",): ("--clip-grad", "--max-grad-norm"),
-    ("--optimizer.name",): ("--optim",),
-    ("--plan zero1",): ("--use-distributed-optimizer",),
-    ("--plan.compute bf16",): ("--bf16",),
-    ("--plan.recompute",): ("--gradient-checkpointing", "--recompute-granularity"),
-    ("--plan.sequence_parallel",): ("--sequence-parallel",),
-    ("--plan.mapping.node.tensor",): ("--tensor-model-parallel-size",),
-    ("--plan.mapping.system.pipeline",): ("--pipeline-model-parallel-size",),
-    ("--plan.mapping.system.context.ring",): ("--context-parallel-size",),
-    (RUN, "--folder", "--out", "--picture"): ("--run", "--folder", "--out", "--output", "--output-dir", "--page"),
-    ("--resume",): ("--resume-from-checkpoint",),
-    ("--tokens",): ("--max-tokens", "--max-new-tokens"),
-}
-PLANS: Mapping[str, tuple[str, ...]] = {
-    "zero1": ("zero-1", "distributed-optimizer"),
-    "zero2": ("zero-2", "shard_grad_op"),
-    "zero3": ("zero-3", "fsdp", "fsdp2", "full_shard"),
-    "hsdp": ("hybrid_shard",),
-    "zero++": ("zeropp",),
-}
+_OF_RUNS = ("train", "simulate", "doctor", "data prepare")  # commands with the sections of terrace train
+_ELSEWHERE = ("train", "rl", "generate")  # commands that are suggested for an option that a command has not
 
 
 def check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raises `ConfigError` for the first option or plan of a command line that has another name here.
+    """Raises `ConfigError` for the first option of a command line that has another name here.
 
-    `parser` is the whole parser with the subparser of the command. A plan that is the name of a file is left alone.
+    `parser` is the whole parser with the subparser of the command. Keys of sections that the command has are left to
+    the reader of these sections.
     """
-    command, own = _command_of(words, parser)
-    names = {name for action in own._actions for name in action.option_strings}
+    command, own = command_of(words, parser)
+    names = _names(own)
     takes_run = any(action.metavar in (RUN, "FOLDER") for action in own._actions if not action.option_strings)
-    for before, word in pairwise(words):
-        name, _, value = word.partition("=")
-        if name.startswith("--") and name not in names:
-            for each in _own_names(name):
-                if each in names or _is_key(each, command) or each.partition(" ")[0] in names:
-                    raise ConfigError(f"unknown argument {name!r}; did you mean {each}?")
-                if each == RUN and takes_run:
-                    raise ConfigError(
-                        f"unknown argument {name!r}; the folder is the first word: terrace {command} {RUN}"
-                    )
-        plan = word if before == "--plan" else value if name == "--plan" else ""
-        for preset, others in PLANS.items():
-            if plan.replace("zero_", "zero-") in others and not os.path.exists(plan):
-                raise ConfigError(f"there is no plan {plan!r}; did you mean --plan {preset}?")
+    for (before, word), after in zip(pairwise(words), [*words[2:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name in names or before in _with_text(own) or _is_read_later(name, command):
+            continue
+        value = value if equals else "" if after.startswith("--") else after
+        found = [each for each in _own_options(name) if each != name]
+        for each in found:
+            if each == RUN and takes_run:
+                raise ConfigError(f"unknown argument {name!r}; the folder is the first word: terrace {command} {RUN}")
+            if each != RUN and _takes(each, command, names):
+                raise ConfigError(f"unknown argument {name!r}; did you mean {_pasted(each, value)}?")
+        _refuse_elsewhere(name, command, found, value)
 
 
-def _command_of(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[str, argparse.ArgumentParser]:
+def command_of(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[str, argparse.ArgumentParser]:
     """The name of the command and its own parser; `data prepare` has two words."""
     name = ""
     for word in words:
@@ -88,22 +46,61 @@ def _command_of(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[
     return name, parser
 
 
-def _own_names(name: str) -> Iterator[str]:
-    # Other trainers write - or _; keys have _.
-    spelled = name if "." in name else name.replace("_", "-")
-    if spelled != name:
-        yield spelled
-    for own, others in OPTIONS.items():
-        if name in others or spelled in others:
-            yield from (each for each in own if each != name)
+def _names(parser: argparse.ArgumentParser) -> set[str]:
+    return {name for action in parser._actions for name in action.option_strings}
+
+
+def _with_text(parser: argparse.ArgumentParser) -> set[str]:
+    # A value of these options may be any text.
+    return {name for action in parser._actions if action.metavar == "TEXT" for name in action.option_strings}
+
+
+def _is_read_later(name: str, command: str) -> bool:
+    section = name.removeprefix("--").partition(".")[0]
+    if "." not in name or section not in sections():
+        return False
+    return command in _OF_RUNS or (command == "rl" and section not in ("train", "data", "lora"))
+
+
+def _own_options(name: str) -> Iterator[str]:
+    # Other trainers write - or _; options have -.
+    if "." not in name and "_" in name:
+        yield name.replace("_", "-")
+    yield from options_for(name)
+
+
+def _takes(option: str, command: str, names: set[str]) -> bool:
+    word = option.partition(" ")[0]
+    return word in names or _is_key(word, command)
+
+
+def _pasted(option: str, value: str) -> str:
+    """The option with the user's value, unless the table has one."""
+    if "{}" in option:
+        return option.format(value or 3)
+    is_text = value and " " not in option and value.lower() not in ("true", "false")
+    return f"{option} {shlex.quote(value)}" if is_text else option
+
+
+def _refuse_elsewhere(name: str, command: str, found: Sequence[str], value: str) -> None:
+    # A name of the table in a command that has nothing like it, as epochs in one that plans a step.
+    from terrace.cli.main import parser_of
+
+    for other in _ELSEWHERE if found else ():
+        names = _names(command_of([other], parser_of([other]))[1])
+        for each in found:
+            if other != command and each != RUN and _takes(each, other, names):
+                raise ConfigError(
+                    f"unknown argument {name!r}; terrace {other} has it: terrace {other} {_pasted(each, value)}"
+                )
 
 
 def _is_key(name: str, command: str) -> bool:
-    section, dot, key = name.removeprefix("--").partition(" ")[0].partition(".")
+    section, dot, key = name.removeprefix("--").partition(".")
     if not dot:
         return False
-    if command == "plan":  # the keys of the plan that is compared
-        return section == "plan"
+    if command == "plan":  # the keys of the plan that is compared, and of the cluster
+        return section in ("plan", "cluster")
     # For an error alone: to know the keys takes a moment.
     from terrace.cli.keys import dotted, takers
 

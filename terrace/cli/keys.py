@@ -21,6 +21,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
+from terrace.base.coming_from import options_for
 from terrace.base.errors import ConfigError, did_you_mean
 from terrace.base.products import Keys, product_keys
 from terrace.data.config import DataConfig
@@ -160,9 +161,13 @@ def _found(asked: str) -> list[tuple[str, Key]]:
     """The key with this dotted name, else keys with the word in their name, else in their description."""
     every = [(section, key) for section in sections() for key in keys_of(section)]
     word = asked.lower().replace("-", "_")
+    others = {own.removeprefix("--").partition(" ")[0] for own in options_for(word)}
     tests: list[Callable[[str, Key], bool]] = [
         lambda section, key: f"{section}.{key.name}" == word,
-        lambda section, key: word in f"{section}.{key.name}" if "." in word else word in key.name.split("_"),
+        lambda section, key: (
+            any(f"{own}.".startswith(f"{section}.{key.name}.") for own in others)  # another trainer's word
+            or (word in f"{section}.{key.name}" if "." in word else word in key.name.split("_"))
+        ),
         lambda section, key: word in key.name,
         lambda section, key: word.replace("_", " ") in key.line.lower(),
     ]

@@ -41,7 +41,6 @@ HELP = {
     "completion": "print a script that completes commands and options in a shell",
     "probe": "measure this machine or job and write a cluster file",
 }
-_SUCCESSORS = {"explain": "terrace simulate --view program", "scale": "terrace plan --scale"}  # of former commands
 _MAY_BE_EMPTY = ("prompt",)
 _LONGEST = 80  # characters of a file's name in an error
 _FAILURES = (HangError, OutputError, ProbeError, TrainingError)
@@ -178,10 +177,11 @@ def _surroundings(error: OSError) -> str:
 def _check_command(word: str) -> None:
     if word in HELP or word in ("-h", "--help", "-V", "--version") or word in commands():
         return
-    if word in _SUCCESSORS:
-        raise ConfigError(f"terrace {word} is now {_SUCCESSORS[word]}, with the same options")
-    from terrace.base.errors import did_you_mean  # here alone: most commands are known
+    from terrace.base.coming_from import command_for  # here alone: most commands are known
+    from terrace.base.errors import did_you_mean
 
+    if own := command_for(word):
+        raise ConfigError(f"there is no command {word!r}; did you mean {own}?")
     if word == "help":
         raise ConfigError(
             "there is no command 'help': write terrace COMMAND --help, or terrace --help for all commands"

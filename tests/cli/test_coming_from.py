@@ -1,5 +1,6 @@
 """Options and plans of other trainers: refused with ours, and shown on a page whose every row can be predicted."""
 
+import argparse
 import re
 import shlex
 from collections.abc import Sequence
@@ -7,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from terrace.cli.coming_from import OPTIONS, PLANS, RUN
-from terrace.cli.main import main
+from terrace.base.coming_from import COMMANDS, OPTIONS, PLANS, RUN, command_for
+from terrace.cli.keys import dotted
+from terrace.cli.main import main, parser_of
 from terrace.plan.presets import PRESETS
-from terrace.train.resolve import resolve
 
 # With heads and layers that an axis of two ranks divides.
 SIZES = ("--model.num_attention_heads", "4", "--model.num_key_value_heads", "4")
@@ -50,6 +51,8 @@ def test_the_page_has_every_name_that_is_refused() -> None:
         lines.append(f"| {_cell(others)} | {_cell([each for each in own if each != RUN] + [RUN] * (RUN in own))} |")
     for preset, others in PLANS.items():
         lines.append(f"| {_cell([f'--plan {name}' for name in others])} | `--plan {preset}` |")
+    for command, others in COMMANDS.items():
+        lines.append(f"| {_cell([f'terrace {name}' for name in others])} | `{command}` |")
     page = PAGE.read_text(encoding="utf-8").partition("## Refused names")[2]
     assert [line for line in page.splitlines() if line.startswith("|")] == lines
 
@@ -58,41 +61,78 @@ def _cell(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def test_every_name_of_ours_is_a_plan_or_a_key_of_a_run() -> None:
+def test_every_name_of_ours_is_there() -> None:
     assert set(PLANS) <= set(PRESETS)
     assert not {other for others in PLANS.values() for other in others} & set(PRESETS)
-    run = resolve(None, {}, {})
-    for names in OPTIONS:
-        for name in names:
-            section, dot, key = name.removeprefix("--").partition(" ")[0].partition(".")
-            if dot and section != "run":  # of terrace rl
-                assert hasattr(getattr(run, section), key.partition(".")[0]), name
+    keys = dotted("train") | dotted("rl")
+    actions = next(action for action in parser_of()._actions if isinstance(action, argparse._SubParsersAction))
+    options = {name for parser in actions.choices.values() for name in parser._option_string_actions}
+    for name in {name.partition(" ")[0] for own in OPTIONS for name in own} - {RUN, "--cluster.tiers.node.size"}:
+        section, dot, key = name.removeprefix("--").partition(".")
+        assert f"{section}.{key.partition('.')[0]}" in keys if dot else name in options, name
+    for line in COMMANDS:
+        program, command, *rest = line.split()
+        assert program == "terrace"
+        assert command in actions.choices
+        assert command_for(command) == "", "ours as well"
+        names = {word for word in rest if word.startswith("--")}
+        assert all(name in options or name.removeprefix("--") in keys for name in names), line
+
+
+def test_a_word_is_answered_once() -> None:
+    """Of a word that stood twice, the second answer would never be seen by who types it as an option."""
+    for table in (OPTIONS, PLANS, COMMANDS):
+        words = [word for others in table.values() for word in others]
+        assert len(words) == len(set(words))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("train --plan fsdp2", "there is no plan 'fsdp2'; did you mean --plan zero3?"),
-        ("plan --plan=zero_1", "there is no plan 'zero_1'; did you mean --plan zero1?"),
-        ("train --lr 1e-3", "unknown argument '--lr'; did you mean --optimizer.lr?"),
-        ("simulate --lr=1e-3", "unknown argument '--lr'; did you mean --optimizer.lr?"),
-        ("train --batch 8", "did you mean --train.batch?"),
-        ("plan --train.batch 8", "did you mean --batch?"),
-        ("plan --seq 8", "unknown argument '--seq'; did you mean --sequence?"),
-        ("plan --output=p.toml", "did you mean --out?"),
-        ("data prepare --seq 8", "did you mean --train.sequence?"),
-        ("data lengths docs --seq 8", "did you mean --sequence?"),
-        ("data lengths docs --out a.svg", "did you mean --picture?"),
-        ("train --output_dir a", "did you mean --folder?"),
-        ("train --max_steps 3", "did you mean --train.steps?"),
-        ("rl --max-steps 3", "did you mean --run.steps?"),
-        ("generate a --top_p .9", "unknown argument '--top_p'; did you mean --top-p?"),
+        ("train --plan fsdp2", "no plan preset or file 'fsdp2'; did you mean 'zero3'?"),
+        ("simulate --plan.preset zero_1", "no plan preset 'zero_1'; did you mean 'zero1'?"),
+        ("train --lr 1e-3", "unknown argument '--lr'; did you mean --optimizer.lr 1e-3?"),
+        ("simulate --lr=1e-3", "unknown argument '--lr'; did you mean --optimizer.lr 1e-3?"),
+        ("train --batch_size 8", "unknown argument '--batch_size'; did you mean --train.batch 8?"),
+        ("simulate --per-device-train-batch-size=2", "did you mean --plan.micro_batch 2?"),
+        ("train --gpus 8", "did you mean --ranks 8?"),
+        ("train --bf16 --verbose", "did you mean --plan.compute bf16?"),
+        ("train --bf16 True", "did you mean --plan.compute bf16?"),
+        ("train --zero_stage 2", "did you mean --plan zero2?"),
+        ("train --text-field 'a", "did you mean --data.column ''\"'\"'a'?"),
+        ("plan --train.batch 8", "did you mean --batch 8?"),
+        ("plan --seq 8", "unknown argument '--seq'; did you mean --sequence 8?"),
+        ("plan --output=p.toml", "did you mean --out p.toml?"),
+        ("plan --gpus 8", "did you mean --cluster.tiers.node.size 8?"),
+        ("plan --plan.tensor 2", "did you mean --plan.mapping.node.tensor 2?"),
+        ("plan --lr 1e-3", "unknown argument '--lr'; terrace train has it: terrace train --optimizer.lr 1e-3"),
+        ("rehearse --batch_size 8", "terrace train has it: terrace train --train.batch 8"),
+        ("generate a --seq-len 3", "terrace train has it: terrace train --train.sequence 3"),
+        ("data prepare --seq 8", "did you mean --train.sequence 8?"),
+        ("data lengths docs --seq 8", "did you mean --sequence 8?"),
+        ("data lengths docs --out a.svg", "did you mean --picture a.svg?"),
+        ("train --output_dir a", "did you mean --folder a?"),
+        ("train --max_steps 3", "did you mean --train.steps 3?"),
+        ("rl --max-steps 3", "did you mean --run.steps 3?"),
+        ("rl --batch_size 8", "did you mean --run.prompts 8?"),
+        ("rl --train.batch 8", "did you mean --run.prompts 8?"),
+        ("rl --num_generations 8", "did you mean --run.responses 8?"),
+        ("rl --task sort --run.num_generations 8", "unknown key run.num_generations; did you mean 'run.responses'?"),
+        ("generate a --top_p .9", "unknown argument '--top_p'; did you mean --top-p .9?"),
         ("generate --run a", "unknown argument '--run'; the folder is the first word: terrace generate RUN"),
-        ("eval a --seq-len 8", "did you mean --context?"),
-        ("train --tensor-model-parallel-size 2", "did you mean --plan.mapping.node.tensor?"),
+        ("eval a --seq-len 8", "did you mean --context 8?"),
+        ("train --tensor-model-parallel-size 2", "did you mean --plan.mapping.node.tensor 2?"),
+        ("train --parallelism.tensor_parallel_degree 2", "did you mean --plan.mapping.node.tensor 2?"),
         ("train --use-distributed-optimizer", "did you mean --plan zero1?"),
-        ("explain --plan zero3", "terrace explain is now terrace simulate --view program, with the same options"),
-        ("scale --plan zero3", "terrace scale is now terrace plan --scale, with the same options"),
+        ("train --train.batch_size 8", "unknown key train.batch_size; did you mean 'train.batch'?"),
+        ("simulate --train.learning_rate 1", "unknown key train.learning_rate; did you mean 'optimizer.lr'?"),
+        ("train --plan.tensor 2", "unknown key plan.tensor; did you mean 'plan.mapping.node.tensor'?"),
+        ("explain --plan zero3", "there is no command 'explain'; did you mean terrace simulate --view program?"),
+        ("scale --plan zero3", "there is no command 'scale'; did you mean terrace plan --scale?"),
+        ("sft --model a", "there is no command 'sft'; did you mean terrace train --model FOLDER --data FILE?"),
+        ("dpo", "did you mean terrace train --model FOLDER --data FILE --train.objective dpo?"),
+        ("grpo", "did you mean terrace rl --config FILE?"),
+        ("serve", "did you mean terrace export RUN FOLDER?"),
     ],
 )
 def test_another_name_is_refused_with_ours(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,9 +142,18 @@ def test_another_name_is_refused_with_ours(words: str, said: str, capsys: pytest
     assert said in error
 
 
-def test_a_name_without_a_match_in_a_command_is_refused_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "run", "--prompt", "a", "--seq-len", "3"]) == 2
-    assert capsys.readouterr().err == "terrace: error: unknown argument '--seq-len'; see terrace generate --help\n"
+def test_a_key_of_a_file_is_answered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nlearning_rate = 1e-3\n")
+    assert main(["simulate", "--config", str(tmp_path / "run.toml")]) == 2
+    assert "unknown key train.learning_rate; did you mean 'optimizer.lr'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "key"), [("batch_size", "train.batch"), ("learning-rate", "optimizer.lr"), ("bf16", "plan.compute")]
+)
+def test_keys_are_found_by_such_words(word: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["keys", word]) == 0
+    assert capsys.readouterr().out.startswith(f"{key} = ")
 
 
 def test_a_value_may_be_such_a_word(
@@ -115,4 +164,6 @@ def test_a_value_may_be_such_a_word(
     main(["simulate", "--plan", "fsdp"])
     assert "did you mean" not in capsys.readouterr().err
     assert main(["generate", "nowhere", "--prompt", "fsdp"]) == 2
+    assert "nowhere is neither" in capsys.readouterr().err
+    assert main(["generate", "nowhere", "--prompt=--epochs", "--stop", "lr"]) == 2
     assert "nowhere is neither" in capsys.readouterr().err

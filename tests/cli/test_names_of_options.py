@@ -5,7 +5,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from terrace.cli.coming_from import OPTIONS as OTHERS
+from terrace.base.coming_from import OPTIONS as OTHERS
 from terrace.cli.main import parser_of
 
 # Name of an option -> a pattern that its help matches in every command, and the help of no other option.
@@ -132,4 +132,4 @@ def test_other_names_are_of_no_command() -> None:
     """Only a name that is ours in one command, and another's in a second, stands on both sides."""
     others = {name for names in OTHERS.values() for name in names}
     ours = {name for names in OTHERS for name in names}
-    assert (others & set(MEANINGS)) - ours == {"--page"}
+    assert (others & set(MEANINGS)) - ours == {"--page", "--seed"}
