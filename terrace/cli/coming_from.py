@@ -26,8 +26,10 @@ def check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
         if not name.startswith("--") or name in names or before in _with_text(own) or _is_read_later(name, command):
             continue
         value = value if equals else "" if after.startswith("--") else after
-        found = [each for each in _own_options(name) if each != name]
+        found = list(_own_options(name))
         for each in found:
+            if each == name:  # of another command
+                continue
             if each == RUN and takes_run:
                 raise ConfigError(f"unknown argument {name!r}; the folder is the first word: terrace {command} {RUN}")
             if each != RUN and _takes(each, command, names):
