@@ -129,7 +129,7 @@ class Injected(Faults):
     def stand(self, links: Links, others: Sequence[str]) -> None:
         """While this rank is cut off, wait as for messages that do not arrive. Raises `LinkError`."""
         until_s = min(self._cut_s, time.monotonic() + links.patience_s)
-        if time.monotonic() >= self._cut_s:
+        if not others or time.monotonic() >= self._cut_s:
             return
         while time.monotonic() < until_s and not links.is_closed:
             time.sleep(_POLL_S)
