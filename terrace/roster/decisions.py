@@ -4,9 +4,6 @@ One process decides (`terrace meet`), and writes every decision to its log befor
 of a roster cannot decide differently. That process may die at any time: started again, it reads its log, and islands
 report again whatever is not in it.
 
-A report is the whole state of an island, not a difference from the report before. One that is lost, repeated or late
-does no harm.
-
 Rules, in the order of `next_entry`:
 
 - **Lost.** A member is lost, with the window that it has in hand, if no report of it arrives for `patience_s`, or for a
@@ -17,19 +14,17 @@ Rules, in the order of `next_entry`:
   no change, and are healed if their version is older.
 - **Commit.** An attempt is committed when all of its islands hold its sums.
 - **Again.** If one of them is lost or reports a failure, another attempt follows without the lost islands. If none is
-  lost, it leaves out the island that most others could not reach.
+  lost, it leaves out the island that most others could not reach. One that is to be left out a second time before it
+  has taken part in an exchange is lost, since every exchange would wait for it.
 - **Deal.** After a commit the next window is dealt among the islands that took part in it. Islands that missed it still
   have a window in hand, and bring all of it to the next exchange.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from math import inf
 
 from terrace.roster.entries import (
-    NO_ATTEMPT,
-    Attempt,
     Attempted,
     Brought,
     Committed,
@@ -39,90 +34,13 @@ from terrace.roster.entries import (
     Gone,
     Joined,
     Opened,
-    Terms,
 )
-from terrace.roster.state import Member, Roster, after
+from terrace.roster.reports import Contacts, Reply, Report
+from terrace.roster.state import UNREACHED, Member, Roster, after
 
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """The state of an island. `token` identifies its process; `facts` must equal those of the first island.
-
-    `version` is that of its outer parameters (-1: none), `window` the window in hand (-1: none). `is_ready`: that
-    window is trained, on `tokens` tokens. `holds` is the attempt whose sums it has. `failed` is an attempt that failed
-    here because it did not reach the islands `blames`. `leaves`: it leaves the roster after its next exchange.
-    `trained` is the last window that its process has trained (-1: none).
-    """
-
-    island: str
-    token: str
-    terms: Terms
-    facts: dict[str, str] = field(default_factory=dict)
-    addresses: tuple[str, ...] = ()
-    version: int = 0
-    window: int = -1
-    is_ready: bool = False
-    tokens: int = 0
-    holds: Attempt = NO_ATTEMPT
-    failed: Attempt = NO_ATTEMPT
-    blames: tuple[str, ...] = ()
-    leaves: bool = False
-    trained: int = -1
-
-    def __hash__(self) -> int:
-        return hash((self.token, self.version, self.window, self.is_ready, self.holds, self.failed))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reply:
-    """What an island is to do. `refused` says why it cannot take part.
-
-    `is_out`: the roster has counted it as lost, so it drops the window in hand, and may join again. Else it comes to
-    `version` by applying the attempt `commit`, trains the window of `deal`, and makes the attempt `running` with the
-    islands at `addresses`. `is_finished`: the run is over.
-    """
-
-    refused: str = ""
-    is_out: bool = False
-    is_finished: bool = False
-    number: int = 0
-    version: int = -1
-    commit: Attempt = NO_ATTEMPT
-    deal: Dealt | None = None
-    running: Attempted | None = None
-    addresses: dict[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Contact:
-    """The newest report of an island, its arrival `at_s`, and the time `ready_s` since which it is ready to exchange.
-
-    `is_cut`: its connection has ended.
-    """
-
-    at_s: float
-    report: Report | None = None
-    ready_s: float = inf
-    is_cut: bool = False
-
-
-Contacts = Mapping[str, Contact]  # by island
 _RETURN = 6  # times the patience in which an island that is silent may come back to heal newcomers: a guess
+_TRIES = 2  # attempts with an island that others do not reach, where they have nothing to exchange without it
 _FASTER = 4  # divides the patience once a connection has ended, since its process is most likely dead: a guess
-
-
-def with_report(contacts: Contacts, report: Report, now_s: float) -> dict[str, Contact]:
-    """`contacts` with one more report."""
-    newest_s = max((each.at_s for each in contacts.values()), default=now_s)
-    if now_s - newest_s > report.terms.patience_s / 2:
-        # No island was heard: this process was suspended or cut off, and all of them may still run.
-        contacts = {name: replace(each, at_s=now_s) for name, each in contacts.items()}
-    before = contacts.get(report.island)
-    since = inf
-    if report.is_ready:
-        same = before is not None and before.report is not None and before.report.window == report.window
-        since = min(now_s, before.ready_s) if same and before is not None else now_s
-    return {**contacts, report.island: Contact(now_s, report, since)}
 
 
 def arrival(roster: Roster, contacts: Contacts, report: Report, now_s: float) -> tuple[tuple[Entry, ...], Reply | None]:
@@ -151,6 +69,11 @@ def arrival(roster: Roster, contacts: Contacts, report: Report, now_s: float) ->
                 "(--elastic.island)"
             )
         opening = (*opening, _gone(roster, member, "its process has ended"))
+    if known := set(report.addresses) & set(roster.unreached):
+        return (), Reply(
+            refused=f"other islands did not reach island {report.island!r} at {', '.join(sorted(known))}: open its "
+            "ports to them, and start it again"
+        )
     if not roster.num_open_windows and roster.terms is not None:
         return (), Reply(refused="all steps of the run are dealt: nothing is left to train")
     version = 0 if report.version == 0 and not roster.exchange else -1
@@ -364,7 +287,12 @@ def _of_running(roster: Roster, running: Attempted, contacts: Contacts, now_s: f
     late = {each.name: "it was late" for each in roster.members if not _is_ready(contacts, each)}
     unreached = _unreached(roster, running, reports, set(stay)) if len(stay) == len(running.islands) else ""
     if unreached:
-        late |= {unreached: "others did not reach it"}
+        others = [members[name] for name in stay if name != unreached]
+        # Nobody else has anything to bring, so that the attempt cannot be made without it.
+        is_needed = not _has_purpose(roster, others)
+        if members[unreached].num_unreached or (is_needed and running.attempt >= _TRIES):
+            return _gone(roster, members[unreached], UNREACHED)
+        late |= {} if is_needed else {unreached: UNREACHED}
     return _attempt(roster, contacts, now_s, late)
 
 
@@ -373,28 +301,17 @@ def _same(member: Member, brought: Brought) -> bool:
 
 
 def _unreached(roster: Roster, running: Attempted, reports: Mapping[str, Report | None], stay: set[str]) -> str:
-    """The island that most others could not reach; "" if none can be left out."""
+    """The island that most others could not reach, if possible one without which they have something to exchange.
+
+    "" if no other holds the newest version.
+    """
     blamed = Counter[str]()
     for own, report in reports.items():
         if report is not None and report.failed == running.key:
             there = set(report.blames) & stay
             # An island that reaches none of several others is cut off itself.
             blamed.update([own] if len(there) == len(stay) - 1 > 1 else there)
-    for name, _ in sorted(blamed.items(), key=lambda each: (-each[1], running.islands[each[0]].version, each[0])):
-        others = [each for each in roster.members if each.name in stay and each.name != name]
-        if any(each.version == roster.version for each in others) and _has_purpose(roster, others):
-            return name
-    return ""
-
-
-def restarted(roster: Roster, now_s: float) -> dict[str, Contact]:
-    """The contacts of a process that has just read its log: every member counts as heard now."""
-    return {each.name: Contact(now_s) for each in roster.members}
-
-
-def cut(contacts: Contacts, island: str, token: str) -> dict[str, Contact]:
-    """`contacts` after the connection of an island's process has ended."""
-    heard = contacts.get(island)
-    if heard is None or heard.report is None or heard.report.token != token:
-        return dict(contacts)
-    return {**contacts, island: replace(heard, is_cut=True)}
+    ranked = sorted(blamed, key=lambda name: (-blamed[name], running.islands[name].version, name))
+    others = {name: [each for each in roster.members if each.name in stay and each.name != name] for name in ranked}
+    able = [name for name in ranked if any(each.version == roster.version for each in others[name])]
+    return next((name for name in able if _has_purpose(roster, others[name])), next(iter(able), ""))

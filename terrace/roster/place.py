@@ -19,19 +19,9 @@ from terrace.base.errors import ConfigError, TerraceError, TrainingError
 from terrace.base.schema import load
 from terrace.base.words import counted
 from terrace.launch.seal import Seal
-from terrace.roster.decisions import (
-    Contact,
-    Reply,
-    Report,
-    arrival,
-    cut,
-    forsaken,
-    reply,
-    restarted,
-    settled,
-    with_report,
-)
+from terrace.roster.decisions import arrival, forsaken, reply, settled
 from terrace.roster.entries import Attempted, Dealt, Entry, Finished, Gone, Joined, entry_of, line_of
+from terrace.roster.reports import Contact, Reply, Report, cut, restarted, with_report
 from terrace.roster.state import Roster, after
 from terrace.roster.talk import Talk
 

@@ -14,8 +14,8 @@ from dataclasses import asdict
 from terrace.base.errors import ConfigError, HangError
 from terrace.base.schema import load
 from terrace.launch.seal import Seal
-from terrace.roster.decisions import Reply, Report
 from terrace.roster.entries import Attempt, Terms
+from terrace.roster.reports import Reply, Report
 from terrace.roster.side import Act, Side
 from terrace.roster.talk import Talk
 

@@ -7,8 +7,8 @@ attempt, so an attempt that fails costs no step.
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from terrace.roster.decisions import Reply
 from terrace.roster.entries import NO_ATTEMPT, Attempt, Attempted, Dealt
+from terrace.roster.reports import Reply
 
 
 class Act(Enum):

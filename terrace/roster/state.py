@@ -21,6 +21,8 @@ from terrace.roster.entries import (
     Terms,
 )
 
+UNREACHED = "others did not reach it"  # why an island was left out of an attempt, or was lost
+
 
 @dataclass(frozen=True)
 class Member:
@@ -32,6 +34,7 @@ class Member:
     version: int = -1
     commit: Attempt = NO_ATTEMPT
     deal: Dealt | None = None  # in hand
+    num_unreached: int = 0  # times that it was left out for that, since it took part in an exchange
 
     @property
     def window(self) -> int:
@@ -63,6 +66,7 @@ class Roster:
     owes: bool = False
     last: tuple[str, ...] = ()
     is_finished: bool = False
+    unreached: tuple[str, ...] = ()  # addresses of islands that were lost for that
 
     def member(self, name: str) -> Member | None:
         return next((each for each in self.members if each.name == name), None)
@@ -91,13 +95,27 @@ def after(roster: Roster, entry: Entry) -> Roster:
             dealt = tuple(replace(each, deal=entry) if each.name in entry.shares else each for each in roster.members)
             return replace(roster, members=dealt, number=entry.number, window=entry.window + 1, owes=False)
         case Attempted():
-            return replace(roster, running=entry, attempt=entry.attempt + 1)
+            return replace(roster, members=_missed(roster, entry), running=entry, attempt=entry.attempt + 1)
         case Committed():
             return _committed(roster, entry)
         case Gone():
-            return replace(roster, members=tuple(each for each in roster.members if each.name != entry.island))
+            return _without(roster, entry)
         case Finished():
             return replace(roster, is_finished=True)
+
+
+def _missed(roster: Roster, entry: Attempted) -> tuple[Member, ...]:
+    return tuple(
+        replace(each, num_unreached=each.num_unreached + 1) if entry.missed.get(each.name) == UNREACHED else each
+        for each in roster.members
+    )
+
+
+def _without(roster: Roster, entry: Gone) -> Roster:
+    member = roster.member(entry.island)
+    closed = member.addresses if member is not None and entry.why == UNREACHED else ()
+    others = tuple(each for each in roster.members if each.name != entry.island)
+    return replace(roster, members=others, unreached=(*roster.unreached, *closed))
 
 
 def _committed(roster: Roster, entry: Committed) -> Roster:
@@ -105,7 +123,9 @@ def _committed(roster: Roster, entry: Committed) -> Roster:
     assert running is not None, "only an attempt under way is committed"
     assert running.key == key, f"{key} is committed, and {running.key} is under way"
     members = tuple(
-        replace(each, version=running.result, commit=key, deal=None) if each.name in running.islands else each
+        replace(each, version=running.result, commit=key, deal=None, num_unreached=0)
+        if each.name in running.islands
+        else each
         for each in roster.members
     )
     return replace(

@@ -5,18 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.base.errors import ConfigError
-from terrace.roster.decisions import (
-    Contact,
-    Reply,
-    Report,
-    arrival,
-    cut,
-    forsaken,
-    reply,
-    restarted,
-    settled,
-    with_report,
-)
+from terrace.roster.decisions import arrival, forsaken, reply, settled
 from terrace.roster.entries import (
     Attempt,
     Attempted,
@@ -31,6 +20,7 @@ from terrace.roster.entries import (
     entry_of,
     line_of,
 )
+from terrace.roster.reports import Contact, Reply, Report, cut, restarted, with_report
 from terrace.roster.side import Act, Side
 from terrace.roster.state import Roster, after, folded
 
@@ -314,3 +304,35 @@ def test_an_island_that_the_roster_has_finished_without_does_not_end_as_if_it_ha
     assert Side(version=3).follow(finished)[1] is Act.END
     assert Side(version=2).follow(finished)[1] is Act.LATE
     assert Side(version=-1).follow(replace(finished, version=-1))[1] is Act.LATE
+
+
+def unreached(desk: Desk, exchange: int, version: dict[str, int]) -> None:
+    """Islands a and c do not reach b in an exchange, nor b them."""
+    ready = {name: {"version": version[name], "window": exchange, "is_ready": True} for name in "abc"}
+    ready["b"]["window"] = 0
+    for name in "abc":
+        running = desk.report(name, **ready[name], tokens=1).running
+    assert running is not None
+    for name, blames in {"a": ("b",), "b": ("a", "c"), "c": ("b",)}.items():
+        desk.report(name, **ready[name], failed=running.key, blames=blames)
+
+
+def test_an_island_that_others_do_not_reach_twice_is_lost_and_told_why() -> None:
+    desk = Desk(wait_for=3)
+    for name in "abc":
+        desk.report(name, addresses=(f"{name}|1",))
+    unreached(desk, 0, {"a": 0, "b": 0, "c": 0})
+    (_, again) = desk.of(Attempted)
+    assert isinstance(again, Attempted)
+    assert (list(again.islands), again.missed) == (["a", "c"], {"b": "others did not reach it"})
+    for name in "ac":
+        desk.report(name, version=0, window=0, is_ready=True, holds=again.key)
+    unreached(desk, 1, {"a": 1, "b": 0, "c": 1})
+    (gone,) = desk.of(Gone)
+    assert isinstance(gone, Gone)
+    assert (gone.island, gone.why, gone.share, gone.first) == ("b", "others did not reach it", 2, 0)
+    assert desk.report("b", version=0, window=0).is_out
+    refused = desk.report("b", token="b1", version=-1, addresses=("b|1",)).refused
+    assert refused == "other islands did not reach island 'b' at b|1: open its ports to them, and start it again"
+    assert not desk.report("b", token="b2", version=-1, addresses=("b|2",)).refused
+    assert folded(desk.log) == desk.roster

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from terrace.roster import decisions
-from terrace.roster.decisions import Contact, Contacts, Report, arrival, reply, restarted, settled, with_report
+from terrace.roster.decisions import arrival, reply, settled
 from terrace.roster.entries import Attempted, Brought, Committed, Dealt, Entry, Gone, Terms
+from terrace.roster.reports import Contact, Contacts, Report, restarted, with_report
 from terrace.roster.side import Act, Side
-from terrace.roster.state import Roster, after
+from terrace.roster.state import UNREACHED, Roster, after
 from tests.support.nightly import nightly
 
 pytestmark = pytest.mark.timeout(1200)  # 800,000 states take minutes
@@ -78,6 +79,7 @@ def report_of(island: Island, run: Terms) -> Report:
 def noted(played: Played, entries: tuple[Entry, ...]) -> Played:
     """Check entries as they are decided: every window is taken or lost once, every commit is of an attempt of all."""
     merged, contents, roster = list(played.merged), list(played.contents), played.roster
+    islands = played.islands
     for entry in entries:
         if isinstance(entry, Committed):
             running = roster.running
@@ -94,10 +96,14 @@ def noted(played: Played, entries: tuple[Entry, ...]) -> Played:
             lost = (entry.first // 2, entry.island)
             assert lost not in merged, "what an exchange has taken is not lost"
             merged.append(lost)
+        if isinstance(entry, Gone) and entry.why == UNREACHED:
+            islands = tuple(
+                replace(each, taken_for_lost=True) if each.token == entry.token else each for each in islands
+            )
         if isinstance(entry, Dealt):
             assert sum(entry.shares.values()) == 4, "the whole batch is dealt"
         roster = after(roster, entry)
-    return replace(played, merged=tuple(merged), contents=tuple(contents), roster=roster)
+    return replace(played, islands=islands, merged=tuple(merged), contents=tuple(contents), roster=roster)
 
 
 def summed(islands: dict[str, Brought]) -> object:
@@ -124,6 +130,7 @@ def reported(played: Played, place: int, run: Terms, wait_for: int, *, is_heard:
         refusal = reply(found.roster, report)
     if not is_heard:
         return found
+    island = found.islands[place]  # which its own report may have put out
     side, act = island.side.follow(refusal)
     new = replace(island, side=side, is_joined=True)
     if act is Act.BEGIN_AGAIN:

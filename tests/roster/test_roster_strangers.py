@@ -14,10 +14,10 @@ import pytest
 
 from terrace.base.errors import ConfigError
 from terrace.launch.seal import Seal
-from terrace.roster.decisions import Report
 from terrace.roster.entries import Attempt, Terms
 from terrace.roster.links import Links, Listener, own_address
 from terrace.roster.place import _MOST_STRANGERS, Place
+from terrace.roster.reports import Report
 from terrace.roster.talk import Talk
 
 OWN, OTHER = Seal(b"0" * 32, "the test"), Seal(b"1" * 32, "a stranger")
