@@ -80,9 +80,10 @@ IN_ORDER = [
 OF_RANKS = [
     "island 1 rank 1 kill within exchange 1",
     "island 1 rank 0 kill at instruction REDUCE of step 2",
-    "island 0 rank 1 cut within exchange 1",
     "island 2 join at step 2, island 0 rank 1 kill while healing",
 ]
+# Of three, since two islands that do not reach each other have no third to say which of them is cut off.
+OF_RANKS_OF_THREE = ["island 0 rank 1 cut within exchange 1"]
 
 
 def check(folder: Path, texts: str, num_islands: int, ranks: int = 1, steps: int = 5) -> None:
@@ -120,6 +121,11 @@ def test_the_others_lose_nothing_to_any_fault(tmp_path: Path, texts: str) -> Non
 @pytest.mark.parametrize("texts", nightly(*COMES_BACK))
 def test_an_island_that_was_lost_comes_back(tmp_path: Path, texts: str) -> None:
     check(tmp_path, texts, 3, steps=60)
+
+
+@pytest.mark.parametrize("texts", nightly(*OF_RANKS_OF_THREE))
+def test_an_island_with_a_rank_that_is_cut_off_is_lost(tmp_path: Path, texts: str) -> None:
+    check(tmp_path, texts, 3, ranks=2)
 
 
 @pytest.mark.parametrize("texts", nightly(*OF_RANKS))

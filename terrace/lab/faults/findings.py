@@ -122,7 +122,8 @@ def waited_s(seen: Seen, number: int) -> float | None:
     next_s = min((each for each in seen.done.values() if each > at_s), default=inf)
     gone_s = (when_s for when_s, each in seen.entries if isinstance(each, Gone) and each.island == str(fault.island))
     until_s = min((when_s for when_s in gone_s if when_s > at_s), default=inf)
-    if until_s < next_s:
+    reports_on = fault.what == "cut" and fault.rank >= 0  # so that it may be missed in two exchanges before it is lost
+    if until_s < next_s and not reports_on:
         # Until it is out, each exchange may wait for it.
         return sum(length_s for begin_s, length_s in of_rounds if begin_s < until_s)
     return max((length_s for begin_s, length_s in of_rounds if begin_s < next_s), default=None)
