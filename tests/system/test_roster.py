@@ -133,6 +133,19 @@ def test_an_island_goes_and_the_other_trains_to_the_end(tmp_path: Path, ranks: i
     assert "8 exchanges are those of the run" in again.stdout
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_islands_with_other_axes_are_replayed_in_one_process(tmp_path: Path, axis: str) -> None:
+    write_run(tmp_path, 2, plan="zero1", steps=6, batch=4)
+    words = ("--plan.mapping", f"{{ package = {{ {axis} = 2 }} }}", "--plan.compute", "fp64", "--plan.master", "fp64")
+    with islands(tmp_path, tmp_path / "roster.jsonl", "a", *words) as one:
+        assert one["a"].wait(300) == 0
+    again = terrace("replay", tmp_path, cwd=tmp_path)
+    assert again.returncode == 0, again.stdout + again.stderr
+    # In fp64, to 1e-10: a loss and a norm of six steps, and the last checkpoint.
+    assert "3 exchanges are those of the run: 13 figures and checkpoints differ by at most" in again.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
