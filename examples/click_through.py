@@ -3,6 +3,7 @@
     python -m examples.click_through
     torchrun --nproc-per-node 2 -m examples.click_through --ranks 2
     torchrun --nproc-per-node 4 -m examples.click_through --ranks 4 --rows 20000000 --width 16
+    python -m examples.click_through --rows 20000000 --keep disk
 
 An impression is a user, an item and the place where it is shown. Each value of these fields is a row of one table,
 which `vocabulary` spreads over all ranks (docs/tables.md). The clicks are synthetic: users and items have hidden kinds,
@@ -117,8 +118,13 @@ def cluster_here(ranks: int) -> Cluster:
     return replace(local, tiers=(replace(local.tiers[0], name="machine", size=ranks),))
 
 
-def train(clicks: Clicks, width: int, steps: int, ranks: int, say: Callable[[str], None]) -> tuple[int, float]:
-    """Train table and network. Returns the rank, and the AUC of its part of the held-out impressions."""
+def train(
+    clicks: Clicks, width: int, steps: int, ranks: int, say: Callable[[str], None], keep: str = "device"
+) -> tuple[int, float]:
+    """Train table and network. Returns the rank, and the AUC of its part of the held-out impressions.
+
+    `keep` is where the rows are kept: on the "device", or on the "disk" below it.
+    """
     torch.manual_seed(0)
     table, network, loss = Table(clicks.rows, width), Network(width), ClickLoss()
     dims = (("vocab", clicks.rows), ("hidden", width))
@@ -129,7 +135,8 @@ def train(clicks: Clicks, width: int, steps: int, ranks: int, say: Callable[[str
             params=tuple(ParamSpec(name=name, shape=tuple(each.shape)) for name, each in network.named_parameters()),
         ),
     ]
-    plan = {"preset": "ddp", "micro_batch": clicks.batch // ranks, "vocabulary": {"machine": ranks}}
+    plan: dict[str, object] = {"preset": "ddp", "micro_batch": clicks.batch // ranks, "vocabulary": {"machine": ranks}}
+    plan["keep"] = {"table": keep}
     with terrace.Trainer(
         {"table": table, "network": network},
         plan=plan,
@@ -181,10 +188,11 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, default=1, help="ranks that torchrun starts (default: 1)")
     parser.add_argument("--rows", type=int, default=20_000, help="rows of the table (default: 20000)")
     parser.add_argument("--width", type=int, default=16, help="elements of a row (default: 16)")
+    parser.add_argument("--keep", choices=("device", "disk"), default="device", help="where rows are (default: device)")
     parser.add_argument("--steps", type=int, default=600, help="steps of 1024 impressions (default: 600)")
     options = parser.parse_args()
     impressions = Clicks(options.rows)
-    rank, found = train(impressions, options.width, options.steps, options.ranks, print)
+    rank, found = train(impressions, options.width, options.steps, options.ranks, print, options.keep)
     if rank == 0:
         beside = logistic_regression(impressions, options.steps)
         print(f"AUC of the table and its network {found:.4f}, of logistic regression {beside:.4f}")

@@ -129,6 +129,8 @@ def test_a_table_ranks_clicks_better_than_one_number_a_row() -> None:
 
     clicks, said = Clicks(1000), list[str]()
     _, table = train(clicks, 16, 100, 1, said.append)
+    below = list[str]()
+    assert train(clicks, 16, 100, 1, below.append, "disk")[1] == table
     assert table > logistic_regression(clicks, 100) + 0.02 > 0.62, said
 
 

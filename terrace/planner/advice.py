@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import fsum, inf
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from terrace.base.errors import PlanError
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster, Tier
-from terrace.plan.keep import HOST
+from terrace.plan.keep import HOST, Medium
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
@@ -289,13 +289,17 @@ def _expert_changes(step: Step) -> Iterator[Change]:
 
 
 def _table_changes(base: Prediction) -> Iterator[Change]:
-    """The rows of the embedding spread over all ranks synchronised every step, if the step does not fit."""
-    step, plan = base.step, base.step.plan
-    if plan.vocabulary or cost_of(base).needed_bytes <= step.cluster.device.usable_bytes:
+    """The rows of the embedding spread over all ranks synchronised every step, or below them, if memory is short."""
+    plan, cluster = base.step.plan, base.step.cluster
+    if cost_of(base).needed_bytes <= cluster.device.usable_bytes:
         return
-    table, note = whole_vocabulary(step.cluster, plan), "rows that a step does not use are not updated"
-    changed = replace(plan, vocabulary=table)
-    yield Change(words=vocabulary_words(table), note=note, cluster=step.cluster, plan=changed)
+    table, note = plan.vocabulary or whole_vocabulary(cluster, plan), "rows that a step does not use are not updated"
+    if not plan.vocabulary:
+        yield Change(words=vocabulary_words(table), note=note, cluster=cluster, plan=replace(plan, vocabulary=table))
+    for medium in cluster.device.below if not plan.keep.table_below else ():
+        own, keep = not plan.vocabulary, replace(plan.keep, table=cast(Medium, medium))
+        words = f"{vocabulary_words(table)} with " * own + f"keep.table = {medium!r}"
+        yield Change(words=words, note=note * own, cluster=cluster, plan=replace(plan, vocabulary=table, keep=keep))
 
 
 def hiding(base: Prediction) -> Change | None:

@@ -197,6 +197,18 @@ def test_rows_below_leave_the_memory_of_the_device_and_must_fit_their_medium() -
         verify(build(cluster, step.plan, step.blocks, MICROS, SEQUENCE), 0)
 
 
+def test_rows_below_are_among_the_changes_of_a_step_that_does_not_fit() -> None:
+    step, _ = kept_step(Keep())
+    needed = cost_of(predict_step(step)).needed_bytes
+    small = replace(step.cluster, device=replace(step.cluster.device, memory_bytes=0.95 * needed, headroom="0%"))
+    offered = {change.words: change for change in changes(replace(step, cluster=small))}
+    for medium in ("disk", "host"):
+        change = offered[f"keep.table = {medium!r}"]
+        assert change.cost is not None
+        assert change.cost.needed_bytes < needed
+        assert change.plan.keep == Keep(table=medium)
+
+
 def test_a_recording_has_the_lane_of_the_rows() -> None:
     step, report = kept_step(Keep(table="disk"))
     costs = step_costs(built(Keep(table="disk")), step.work)
