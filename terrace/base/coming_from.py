@@ -1,8 +1,8 @@
 """Words of other trainers, of earlier versions and of other commands, with the words of Terrace that say the same.
 
 The one table of such words: of options, keys, plans and commands. Errors suggest from it (`terrace.base.errors`,
-`terrace.base.schema`, `terrace.cli.coming_from`), and `terrace keys` searches it. The last tables of docs/coming-from.md
-show it; a test holds both equal.
+`terrace.base.schema`, `terrace.cli.coming_from`), and `terrace keys` searches it. The last table of
+docs/coming-from.md shows it; a test holds both equal.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -66,7 +66,7 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "--cutoff-len",
         "--context-length",
     ),
-    ("--train.steps S", "--run.steps S"): (
+    ("--train.epochs", "--run.steps S"): (
         "--epochs",
         "--num-epochs",
         "--num-train-epochs",

@@ -19,6 +19,8 @@ def check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
     the reader of these sections.
     """
     command, own = command_of(words, parser)
+    if command == "keys":  # which looks such words up
+        return
     names = _names(own)
     takes_run = any(action.metavar in (RUN, "FOLDER") for action in own._actions if not action.option_strings)
     for (before, word), after in zip(pairwise(words), [*words[2:], ""], strict=True):

@@ -14,16 +14,16 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # After the options are checked: these need numpy and a tokenizer.
     from terrace.data.prepared import prepare_eval_sources, prepare_sources
     from terrace.data.tokenizer import load_tokenizer
+    from terrace.train.epochs import with_steps
     from terrace.train.folder import check_tokenizer
 
     data = config.data.absolute()
     tokenizer = load_tokenizer(data.tokenizer, data.bos, data.eos)
     check_tokenizer(tokenizer, config)
-    sources = [
-        *prepare_sources(data, tokenizer, config.train.sequence, lambda text: print(text, flush=True)),
-        *prepare_eval_sources(data, tokenizer, config.train.sequence, lambda text: print(text, flush=True)),
-    ]
-    for source in sources:
+    trained = prepare_sources(data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
+    evaluated = prepare_eval_sources(data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
+    with_steps(config, trained, print)
+    for source in (*trained, *evaluated):
         source.tokens.check_vocab(vocabulary_size(config.model))
         documents = counted(source.tokens.num_documents, "document", ",")
         print(

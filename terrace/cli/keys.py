@@ -127,7 +127,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Prints the keys; returns 0."""
     # As on other command lines, a key may have leading dashes.
-    if options.asked is None and len(rest) == 1 and rest[0].startswith("--") and "." in rest[0]:
+    if options.asked is None and len(rest) == 1 and rest[0].startswith("--"):
         options.asked, rest = rest[0].removeprefix("--"), ()
     if rest:
         raise ConfigError(f"unknown argument {rest[0]!r}; see terrace keys --help")

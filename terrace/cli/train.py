@@ -18,7 +18,7 @@ from terrace.cluster.presets import lay_over
 from terrace.launch.fork_server import fork_server_ahead
 from terrace.launch.refusals import refusals_told
 from terrace.train.effects import check_effects, file_layers
-from terrace.train.layers import section, with_teacher
+from terrace.train.layers import check_one_length, section, with_one_length, with_teacher
 from terrace.train.rates import check_rate
 from terrace.train.resolve import fitted_run, parse_run
 from terrace.train.runs import table_to_resume
@@ -76,6 +76,8 @@ def _table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
     for name in ("cluster", "plan"):
         if getattr(options, name) is not None:
             table[name] = section(name, cluster_here(getattr(options, name), options.ranks))
+    check_one_length(overrides)
+    table = with_one_length(table, overrides)
     plan = overrides.get("plan")
     if isinstance(plan, dict) and "preset" in plan:
         # The run's file has every key of its plan, and these would override the preset.

@@ -16,6 +16,7 @@ where groups of data ranks have `shares`, micro-batch m is dealt to those that h
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,6 +169,14 @@ class Batches:
             )
             for source, order, held, count in zip(self.sources, self._orders, self._held, taken, strict=True)
         ]
+
+    def steps_of(self, epochs: float) -> tuple[int, int]:
+        """The fewest steps in which every source is passed `epochs` times, and the samples of the last one beyond."""
+        exact = Fraction(repr(float(epochs)))  # as the user wrote it, so that 0.1 of 30 samples are 3
+        needed = [math.ceil(exact * order.num_samples) for order in self._orders]
+        num = max(self._blend.first_with(source, count) for source, count in enumerate(needed))
+        steps = -(-num // self.batch)
+        return steps, steps * self.batch - num
 
     def micro_batches(
         self, step: int, data_rank: int, num_data_ranks: int, micro_batch: int, shares: Shares = ()

@@ -71,6 +71,11 @@ class Blend:
         sources = self._source[offsets]
         return sources, periods * self._of_source[sources] + self._before[offsets]
 
+    def first_with(self, source: int, count: int) -> int:
+        """The fewest samples among which are `count` of a source."""
+        periods, rest = divmod(count - 1, self.parts[source])
+        return periods * len(self._source) + int(np.flatnonzero(self._source == source)[rest]) + 1
+
     def counts(self, num_samples: int) -> list[int]:
         """Number of samples of each source among the first `num_samples`."""
         periods, rest = divmod(num_samples, len(self._source))

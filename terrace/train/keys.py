@@ -16,6 +16,7 @@ from terrace.train.trackers import check_names
 AUTO = "auto"  # of checkpoint_every: terrace.train.cadence
 ON_PAIRS = ("reward", "dpo")  # objectives of pairs of responses
 _MOST = 100  # steps: of each a file is written
+UNCOUNTED = 2**62  # steps of a run by epochs until its data are prepared: no rule on its length forbids anything
 
 
 def parse_steps(text: str | int) -> range:
@@ -46,14 +47,15 @@ def check_profile(text: str | int | None, with_torch: bool, num_steps: int) -> N
         raise ConfigError("train.profile_torch = true has no effect without train.profile: name steps such as '10-12'")
 
 
-_MOST_FACTOR, _MOST_LOSS = 1e4, 1e6  # beyond, a value asks for nothing: guesses
+_MOST_FACTOR, _MOST_LOSS, _MOST_EPOCHS = 1e4, 1e6, 1e6  # beyond, a value asks for nothing: guesses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """The task of a run. `batch` is in sequences or pairs per step, over all ranks."""
 
-    steps: int  # optimizer steps of the run
+    steps: int = field(default=UNCOUNTED, metadata={"absent": UNCOUNTED})  # optimizer steps of the run
+    epochs: float = field(default=0.0, metadata={"absent": 0.0})  # passes over the data, in place of steps
     batch: int  # sequences or pairs of a step, over all ranks
     sequence: int  # tokens of a sequence
     objective: Literal["next-token", "distill", "reward", "dpo"] = "next-token"  # the last two on pairs
@@ -61,6 +63,10 @@ class Task:
     seed: int = 0  # of the initial values and the order of the samples
 
     def check(self) -> None:
+        if not 0 <= self.epochs < _MOST_EPOCHS:
+            raise ConfigError(f"train.epochs = {self.epochs} must be above 0 and below {_MOST_EPOCHS:g}")
+        if self.steps == UNCOUNTED and not self.epochs:
+            raise ConfigError("train.steps is missing: give it a value, or train.epochs one above 0")
         _check_least(self, steps=1, batch=1, sequence=1, seed=0)
 
 

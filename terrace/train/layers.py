@@ -46,7 +46,7 @@ def resolve_table(
     if planned is not None:
         table = merge(table, {"train": planned.train}) | {"model": planned.model, "cluster": planned.cluster}
     # Order of the layers: defaults, the plan's task, the file, the flags, the dotted overrides.
-    table = _lay_over(table, own, folder)
+    table = _lay_over(with_one_length(table, own), own, folder)
     for name in _WHOLE:
         if flags.get(name) is not None:
             table[name] = flags[name]
@@ -55,10 +55,29 @@ def resolve_table(
     table |= {} if here is None else {"cluster": here(table["cluster"])}
     # The model's path is needed below, after `section` has replaced it by its table.
     model = table.get("model")
-    table = lay_over({name: section(name, value) for name, value in table.items()}, overrides)
+    table = with_one_length({name: section(name, value) for name, value in table.items()}, overrides)
+    table = lay_over(table, overrides)
+    check_one_length(overrides)
     data = [given.get("data") for given in (own, overrides)]
     names_tokenizer = any(isinstance(given, Mapping) and "tokenizer" in given for given in data)
     return with_rate(with_folder(with_teacher(_with_formats(table)), model, names_tokenizer), (own, overrides))
+
+
+def with_one_length(table: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """`table` without the length that `layer` replaces: steps by epochs, or epochs by steps."""
+    train, own = table.get("train"), layer.get("train")
+    if not isinstance(train, Mapping) or not isinstance(own, Mapping):
+        return table
+    replaced = {"steps": "epochs", "epochs": "steps"}
+    dropped = {other for key, other in replaced.items() if key in own}
+    return table | {"train": {key: value for key, value in train.items() if key not in dropped}}
+
+
+def check_one_length(overrides: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for both lengths. A run's own file has both: `terrace.train.epochs` compares them."""
+    train = overrides.get("train")
+    if isinstance(train, Mapping) and {"steps", "epochs"} <= train.keys():
+        raise ConfigError("train.steps and train.epochs both say how long the run is: leave one of them out")
 
 
 def _with_formats(table: dict[str, Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
 from terrace.train.deals import DEALS, Deals, deals_to_resume
 from terrace.train.effects import why_no_sample
+from terrace.train.epochs import with_steps
 from terrace.train.evaluated import eval_batches_of
 from terrace.train.facts import OBJECTIVE, check_facts, model_facts
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
@@ -111,6 +112,7 @@ def prepare(
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
     _check_folders(config, tokenizer, is_resumed=resume is not None, say=say)
     sources, evaluated = _sources(config, tokenizer, say)
+    config = with_steps(config, sources, say)
     if config.train.prompt is not None and not why_no_sample(config):
         sample_prompt(config, sources, tokenizer)  # refused now rather than at the end
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory, say)

@@ -42,7 +42,7 @@ def checked_run(table: Mapping[str, Any]) -> RunConfig:
     run, free = parse_sections(table), free_numbers(table)
     if run.plan.shares and "micro_batch" not in table["plan"]:
         run = replace(run, plan=with_shared_size(run.plan, run.layout, run.rows))
-    _check(run)
+    check_run(run)
     return _with_whole_pairs(run, free)
 
 
@@ -52,8 +52,8 @@ def free_numbers(table: Mapping[str, Any]) -> list[str]:
     return [name for name in NUMBERS if name not in (*table["plan"], *shared)]
 
 
-def _check(run: RunConfig) -> None:
-    # Each section was checked by itself; here are the rules across sections.
+def check_run(run: RunConfig) -> None:
+    """Raises a `TerraceError` where sections, each checked by itself, do not fit together."""
     blocks = run.blocks()
     validate(run.cluster, run.plan, blocks)
     check_objective(run)
@@ -167,6 +167,8 @@ def check_elastic(run: RunConfig) -> None:
     here = "a run with --meet is one island of a roster"
     if run.plan.outer.has_islands:
         raise PlanError(f"{here}, and its plan has islands of its own: leave plan.outer out, for the keys of [elastic]")
+    if run.train.epochs:
+        raise ConfigError(f"{here}, which takes its steps with others: give train.steps in place of train.epochs")
     if run.plan.shares:
         raise PlanError(f"{here}, which deals shares anew at every exchange: leave plan.shares out")
     if run.train.follow:

@@ -36,7 +36,7 @@ def test_defaults_are_those_of_a_run() -> None:
     for section in ("train", "optimizer", "data", "plan"):
         for key in keys_of(section):
             value = getattr(getattr(run, section), key.name)
-            is_absent = value in (None, ONE_ISLAND, ALL_ON_DEVICE) or key.name in ("shares", "order")
+            is_absent = value in (None, ONE_ISLAND, ALL_ON_DEVICE) or key.name in ("shares", "order", "epochs")
             wanted = "none" if is_absent else json.dumps(value)
             if section == "plan" and key.name in NUMBERS:
                 wanted = "the fastest"
@@ -48,6 +48,8 @@ def test_defaults_are_those_of_a_run() -> None:
     [
         ("optimizer.lr", ["optimizer.lr = 0.0025 (number): peak learning rate; 2e-05 on loaded weights"]),
         ("--optimizer.lr", ["optimizer.lr = 0.0025"]),
+        ("--num-epochs", ["train.epochs = none (number)", "run.steps = 40"]),
+        ("epochs", ["train.epochs = none (number)", "run.epochs = 1"]),
         ("lr", ["optimizer.lr = ", "plan.outer.lr = "]),
         ("clip", ["optimizer.clip = "]),
     ],
