@@ -12,6 +12,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Makes the missing cache files and prints their names; returns 0."""
     config = resolve_run(options, rest)
     # After the options are checked: these need numpy and a tokenizer.
+    from terrace.data.batches import Batches
     from terrace.data.prepared import prepare_eval_sources, prepare_sources
     from terrace.data.tokenizer import load_tokenizer
     from terrace.train.epochs import with_steps
@@ -22,7 +23,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_tokenizer(tokenizer, config)
     trained = prepare_sources(data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
     evaluated = prepare_eval_sources(data, tokenizer, config.train.sequence, lambda text: print(text, flush=True))
-    with_steps(config, trained, print)
+    if config.train.epochs:
+        with_steps(config, Batches(trained, config.train.sequence, config.rows, config.train.seed, data.holdout), print)
     for source in (*trained, *evaluated):
         source.tokens.check_vocab(vocabulary_size(config.model))
         documents = counted(source.tokens.num_documents, "document", ",")

@@ -1,18 +1,18 @@
 """The steps of a run that is given in passes over its data, known once the data are prepared."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from terrace.base.errors import ConfigError
 from terrace.base.words import counted
-from terrace.data.batches import Batches, Source
+from terrace.data.batches import Batches
 from terrace.train.config import RunConfig
 from terrace.train.effects import why_no_peak
 from terrace.train.keys import UNCOUNTED
 from terrace.train.rules import check_run
 
 
-def with_steps(run: RunConfig, sources: Sequence[Source], say: Callable[[str], None]) -> RunConfig:
+def with_steps(run: RunConfig, batches: Batches, say: Callable[[str], None]) -> RunConfig:
     """The run with `train.steps` from `train.epochs`, checked as if the steps had been given; `say` gets a line.
 
     Each source is passed at least `train.epochs` times: by equal weights the larger ones exactly so. The last step is
@@ -22,7 +22,6 @@ def with_steps(run: RunConfig, sources: Sequence[Source], say: Callable[[str], N
     epochs, given = run.train.epochs, run.train.steps
     if not epochs:
         return run
-    batches = Batches(sources, run.train.sequence, run.rows, run.train.seed, run.data.holdout)
     steps, num_more = batches.steps_of(epochs)
     words = f"train.epochs = {epochs:g}: {counted(steps, 'step')} of {run.batch_words}"
     if given not in (UNCOUNTED, steps):

@@ -111,8 +111,7 @@ def prepare(
         bos, eos = tokenizer.as_keys()
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
     _check_folders(config, tokenizer, is_resumed=resume is not None, say=say)
-    sources, evaluated = _sources(config, tokenizer, say)
-    config = with_steps(config, sources, say)
+    config, sources, evaluated = _sources(config, tokenizer, say)
     if config.train.prompt is not None and not why_no_sample(config):
         sample_prompt(config, sources, tokenizer)  # refused now rather than at the end
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory, say)
@@ -204,8 +203,12 @@ def _check_folders(config: RunConfig, tokenizer: Tokenizer, *, is_resumed: bool,
         check_values(config.teacher.model, teacher_model(config.teacher.model), tokenizer, "teacher.model")
 
 
-def _sources(config: RunConfig, tokenizer: Tokenizer, say: Say) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
-    """The tokenised and checked data: training sources, and sources for evaluation only."""
+def _sources(
+    config: RunConfig, tokenizer: Tokenizer, say: Say
+) -> tuple[RunConfig, tuple[Source, ...], tuple[EvalSource, ...]]:
+    """The run with its number of steps, and its tokenised and checked data: training sources, and sources for
+    evaluation only.
+    """
     sources = prepare_sources(config.data, tokenizer, config.train.sequence, say)
     evaluated = prepare_eval_sources(config.data, tokenizer, config.train.sequence, say)
     for source in (*sources, *evaluated):
@@ -213,7 +216,7 @@ def _sources(config: RunConfig, tokenizer: Tokenizer, say: Say) -> tuple[tuple[S
     # Raises where the data is too short for a batch, or has nothing to evaluate.
     batches = Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
     eval_batches_of(config, batches, evaluated)
-    return sources, evaluated
+    return with_steps(config, batches, say), sources, evaluated
 
 
 def _changes(step: int, earlier: Mapping[str, Any] | None, config: RunConfig) -> tuple[str, ...]:
