@@ -152,3 +152,26 @@ def test_a_run_without_islands_ends_and_goes_on_from_its_checkpoint(tmp_path: Pa
     undisturbed = rehearse_restarts(tmp_path / "undisturbed", ())
     assert len(undisturbed.lives) == 1
     assert losses(tmp_path / "out" / "run") == losses(tmp_path / "undisturbed" / "out" / "run")
+
+
+@pytest.mark.nightly
+def test_a_newcomer_of_a_roster_that_is_dead_is_refused_in_one_line(tmp_path: Path) -> None:
+    texts = "island 2 join at step 3, island 0 kill at step 3, island 1 kill at step 3"
+    seen, found = rehearse(tmp_path, 2, texts.split(", "))
+    assert not seen.is_finished
+    (newcomer,) = [ran for ran in seen.ran if ran.island == 2]
+    assert newcomer.code == 2
+    waited_s = newcomer.end_s - seen.done[1]
+    assert 6 * found.patience_s <= waited_s <= 6 * found.patience_s + 15.0
+    assert found.num_left == 0
+
+
+@pytest.mark.nightly
+def test_an_island_that_wakes_after_the_run_is_finished_saves_no_checkpoint(tmp_path: Path) -> None:
+    seen, found = rehearse(tmp_path, 2, ["island 1 freeze for 6 s at step 2"], steps=3)
+    assert not found.wrong
+    awake, asleep = sorted(seen.ran, key=lambda ran: ran.island)
+    assert awake.code == 0
+    assert asleep.code == 1
+    assert folder_of(awake.folder, 3).is_dir()
+    assert not folder_of(asleep.folder, 3).is_dir()

@@ -9,11 +9,12 @@ from terrace.cli.main import main
 from terrace.lab.faults.findings import Rows
 from terrace.lab.faults.grammar import Where, check_faults, parse_fault
 from terrace.lab.faults.islands import Ran, Seen
-from terrace.lab.faults.orders import Event, Happening, Lines, Orders, read_orders
+from terrace.lab.faults.orders import Event, Happening, Lines, Orders, event_of, read_orders
 from terrace.lab.faults.picture import LEGEND, picture
-from terrace.program.instruction import Op
+from terrace.lab.faults.within import Injected
+from terrace.program.instruction import Instruction, Op
 from terrace.roster.entries import Dealt, Gone
-from terrace.train.injected import NO_FAULTS, Faults
+from terrace.train.injected import BEGINS, NO_FAULTS, Faults
 from tests.support.tiny_runs import one_line
 
 
@@ -155,6 +156,27 @@ def test_orders_go_through_the_environment_and_events_through_a_file(tmp_path: P
     (tmp_path / "e").write_text("one\ntwo\nthree\n")
     assert lines.new() == ["three"]
     assert lines.new() == []
+
+
+def test_a_rank_carries_out_each_fault_once_at_its_place(tmp_path: Path) -> None:
+    texts = {"0": "island 0 rank 1 slow x2 at instruction BACKWARD of step 2", "1": "island 0 rank 0 kill at step 1"}
+    orders = Orders(events=str(tmp_path / "events"), island=0, faults=texts, tells={})
+    told, steps = list[object](), [0]
+    injected = Injected(orders.text, 1, 2)
+    progress = injected.watched(lambda counter, instruction, waiting_on: told.append(instruction), lambda: steps[-1])
+    backward, free = Instruction(Op.BACKWARD, block=0, micro=0), Instruction(Op.FREE, block=0)
+    progress(0, backward, ())  # before the first step, where nothing is a place
+    for step in range(3):
+        steps.append(step)
+        for instruction in (BEGINS, free, backward, backward):
+            progress(0, instruction, ())
+    injected.meets(0)
+    progress(0, backward, ())  # between windows
+    assert told == [backward, *(3 * [BEGINS, free, backward, backward]), backward]
+    events = [event_of(line) for line in Lines(tmp_path / "events").new()]
+    assert [(event.what, event.number) for event in events] == [("trains", 1), ("fault", 0), ("meets", 0)]
+    with pytest.raises(ConfigError, match=r"rank 1 slow x2 at .*: it has 1 rank, counted from 0"):
+        Injected(orders.text, 0, 1)
 
 
 def test_the_sequences_in_hand_of_a_lost_island_are_named() -> None:

@@ -169,8 +169,9 @@ class Rows:
     def lost(self, entry: Gone) -> str:
         rows = self.of(self._dealt[entry.first], entry.island)
         num = len(rows) * (entry.last - entry.first + 1)
-        steps = f"{entry.first + 1}" + f" to {entry.last + 1}" * (entry.last > entry.first)
-        return f"{counted(num, 'sequence')}: rows {_ranges(rows)} of steps {steps}"
+        is_one = entry.first == entry.last
+        steps = f"step {entry.first + 1}" if is_one else f"steps {entry.first + 1} to {entry.last + 1}"
+        return f"{counted(num, 'sequence')}: rows {_ranges(rows)} of {steps}"
 
 
 def steps_lost(seen: Seen) -> int:
