@@ -15,6 +15,7 @@ from terrace.model.config import load_model
 from terrace.model.facts import has_scalar_head, longest_text, refuse_non_causal, vocabulary_size, with_scalar_head
 from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
+from terrace.plan.keep import DEVICE
 from terrace.plan.keep_rules import check_clip
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
@@ -78,10 +79,11 @@ def _check_engine(settings: EngineSettings, *, learns: bool) -> None:
         raise PlanError("responses need whole rows: leave out the context axis and balance")
     if plan.outer.has_islands:
         raise PlanError("islands would generate with parameters that differ: leave out plan.outer")
-    if plan.keep.params_below:
-        raise PlanError(
-            f"keep.params = {plan.keep.params!r}: a role hands over the parameters that its device holds; leave it out"
-        )
+    for key, medium in (("params", plan.keep.params), ("table", plan.keep.table)):
+        if medium != DEVICE:
+            raise PlanError(
+                f"keep.{key} = {medium!r}: a role hands over the parameters that its device holds; leave it out"
+            )
     if learns:
         check_clip(plan, settings.optimizer.clip)
     blocks = block_specs(settings.model)
