@@ -30,7 +30,7 @@ from terrace.planner.scaling import evaluate_plan
 from terrace.planner.task import Task
 from terrace.program.instruction import SPECS
 from terrace.program.lowering import build
-from terrace.simulate.cost import hops_s
+from terrace.simulate.links import hops_s
 
 NODES, FEWER, SEQUENCE = 48, 8, 2048
 MODEL = gpt(32, 7168, 56, SEQUENCE, 51_200)

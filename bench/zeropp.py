@@ -17,9 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from bench.validation.software import exposed
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.named_software import run_by
 from terrace.cluster.presets import load_cluster
+from terrace.cluster.software import MessageForms, Software
 from terrace.model.config import ModelConfig, parse_model
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.pins import parse_pins
@@ -31,6 +32,7 @@ from terrace.planner.task import Candidate, Task, schedule_text
 from terrace.program.schedules.registry import schedule_names
 from terrace.simulate.step import WAITS_ON_STAGES
 
+WAITS = Software(name="waits", messages=MessageForms(exposed=frozenset(("tensor",))))
 AXES = ("data", "tensor", "pipeline")
 WHOLE = ("params=device", "grads=device")  # at most ZeRO-1
 MEGATRON = (
@@ -114,19 +116,21 @@ def contest(task: Task) -> Contest:
         megatron=_best([each for pins in MEGATRON for each in _found(task, pins)]),
         with_tensor=_best([each for pins in MEGATRON for each in _found(task, ("tensor>=2", *pins))]),
         waiting=_best(
-            [each for pins in MEGATRON for each in _found(task, ("tensor>=2", *pins), evaluator=exposed(task))]
+            [
+                each
+                for pins in MEGATRON
+                for each in _found(replace(task, cluster=run_by(task.cluster, WAITS)), ("tensor>=2", *pins))
+            ]
         ),
         zeropp=_zeropp(task),
         best=_best([*_found(task, ()), *_found(task, ("schedule=zeropp",))]),
     )
 
 
-def _found(
-    task: Task, pins: Sequence[str], count: int = _COUNT, evaluator: Evaluator | None = None
-) -> tuple[Estimate, ...]:
+def _found(task: Task, pins: Sequence[str], count: int = _COUNT) -> tuple[Estimate, ...]:
     """The best plans that satisfy the pins."""
     space = Space(task=task, axes=AXES, pins=parse_pins(pins, task.cluster, schedule_names()))
-    found, _ = find(space, count=count, limit=_EVERYTHING, evaluator=evaluator)
+    found, _ = find(space, count=count, limit=_EVERYTHING)
     assert found.is_complete or not found.best, f"the search of {pins} stopped at its limit"
     return found.best
 

@@ -80,6 +80,8 @@ def main() -> int:
     unseen = held_out.held_out_rows()
     if options.held_out:
         print(held_out.held_table(unseen))
+        print("as the software that ran each step:\n")
+        print(held_out.held_table(unseen, named=True))
         return 0
     every = tables()
     PAGE.write_text(page(every, unseen), encoding="utf-8")

@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, replace
 
 from bench.models import llama_of
 from bench.validation.rows import Row, Table, markdown_table
-from bench.validation.software import ring_s
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.lab.policies.costs import policy_costs
@@ -17,6 +16,7 @@ from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import WorkCost
 from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
+from terrace.simulate.links import ring_s
 from terrace.simulate.work import Work
 
 _TOKENS = 4096  # a GPU

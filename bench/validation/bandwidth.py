@@ -5,11 +5,11 @@ import statistics
 from dataclasses import replace
 
 from bench.validation.rows import Row, Table, read_rows
-from bench.validation.software import gather_s
+from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.cluster.wiring import num_links
-from terrace.simulate.links import rate_bytes_per_s
+from terrace.simulate.links import hop_s, rate_bytes_per_s
 
 _NUM_NODES = 64
 _MESSAGE_BYTES = 1e9  # large: the table has no sizes
@@ -120,3 +120,21 @@ def _rate(cluster: Cluster, group: tuple[int, ...], tier: int, num_bytes: float)
         # A ring over neighbours, all devices of each member among them.
         return rate / here.by_degree[group[tier] - 2] * num_links(here.links, tuple(range(inner * group[tier])))
     return inner * rate
+
+
+def gather_s(cluster: Cluster, group: tuple[int, ...], num_bytes: float) -> float:
+    """Seconds until every rank of a group holds all `num_bytes`, starting from one part each; as long as a reduction.
+
+    `group` is the degrees of its ranks by tier. Hop after hop, as the messages of a program are priced. Raises
+    `ClusterError` for a group that the cluster cannot hold.
+    """
+    sizes = tuple(tier.size for tier in cluster.tiers)
+    if len(group) > len(sizes) or not all(1 <= degree <= size for degree, size in zip(group, sizes, strict=False)):
+        raise ClusterError(f"a group of {group} ranks by tier: cluster {cluster.name!r} has {sizes}")
+    total_s = 0.0
+    for tier, degree in enumerate(group):
+        if degree > 1 and num_bytes:
+            total_s += hop_s(cluster, tier, degree, num_bytes * (degree - 1) / degree)
+            # Each member of this tier brings 1 / degree of the bytes, gathered over the outer tiers.
+            num_bytes /= degree
+    return total_s + cluster.device.kernels.launch_s if total_s else 0.0

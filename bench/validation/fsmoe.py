@@ -7,8 +7,8 @@ different experts. An expert takes `capacity` times its even share of tokens, pa
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from bench.validation.bandwidth import gather_s
 from bench.validation.rows import Row, Table, read_rows
-from bench.validation.software import gather_s
 from terrace.cluster.cluster import Cluster, Device, Kernels, Tier
 from terrace.plan.expert_traffic import ExpertTraffic
 from terrace.plan.in_block_messages import RoutedMessage

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from bench.models import MIXTRAL
 from bench.validation.rows import Row, Table
-from bench.validation.software import cudnn_of_2024
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.named_software import run_by, software_named
 from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, model_flops
@@ -23,8 +23,8 @@ TFLOP/s a GPU in bf16, dropless with even routing: the model FLOPs of a step (ac
 attention) over the predicted seconds. Mixtral 8x7B by Megatron-Core 0.8 on 64 H100 (expert 8, pipeline 4 with 8
 chunks); Qwen3-235B-A22B by Megatron Bridge 25.11 on 256 GB200 in domains of 64 (expert 32, pipeline 8 with 3 chunks).
 Optimizer states are over the data ranks, one sequence a micro-batch. Dispatch is this project's: a token crosses a tier
-once for every unit with one of its experts, nothing hides it. Presets as they are, but for the attention that cuDNN
-had in 2024 on H100; memory is not part of the row.
+once for every unit with one of its experts, nothing hides it. Presets as they are, run by `te-2024` and by `te`; memory
+is not part of the row.
 `gpt-oss`, the third published step, is refused: attention sinks.
 """
 
@@ -60,7 +60,7 @@ class _Published:
 
 
 def _mixtral() -> _Published:
-    cluster = cudnn_of_2024(load_cluster("dgx-h100").resized(8))
+    cluster = run_by(load_cluster("dgx-h100").resized(8), software_named("te-2024"))
     model = parse_model(MIXTRAL)
     plan = replace(
         preset("zero1", cluster),
@@ -76,6 +76,7 @@ def _qwen3() -> _Published:
     whole = load_cluster("gb200-nvl72")
     tray, rack, system = whole.tiers
     cluster = replace(whole, tiers=(tray, replace(rack, size=16), replace(system, size=4)))
+    cluster = run_by(cluster, software_named("te"))
     model = parse_model(
         {
             "model_type": "qwen3_moe",

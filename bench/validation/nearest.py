@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from bench.validation.rows import Row, Table, markdown_table
 from terrace.simulate.bands import (
+    ANY,
     CPU,
     FEWEST,
     FP8,
@@ -28,7 +29,7 @@ from terrace.simulate.bands import (
     promised,
     quantile,
     relative_errors,
-    widest_quantile,
+    wanted,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +46,9 @@ Their sources (programs) have the same weight, whatever their numbers of rows. O
 miss by less than the band, if that source could as well have been one of these. The miss of a step is the larger of
 both figures divided by the smaller, minus one. From k sources a band can promise at most k / (k + 1), and for that it
 must be their largest miss, so a generation with fewer than {fewest} sources has the widest band of all, and at least
-the largest miss of its own
+the largest miss of its own: nothing is promised of it. Plans with a context axis and plans without have bands of their
+own. The column *as a named software* is of a plan run by one (`--as`), from the same steps priced as the software that
+ran them
 ([planning.md](planning.md#how-sure-a-prediction-is)). Bands of probed CPUs are from runs of this project ([on a slow
 link](benchmarks/slow-predictions.md), [on probed machines](probing.md#errors-of-predictions)). Memory has no band:
 nobody published it beside these steps.
@@ -131,29 +134,36 @@ def nearest_rows(tables: Sequence[Table]) -> list[Validated]:
 
 def section(rows: Sequence[Validated]) -> str:
     """The section of the page on the bands that these rows give."""
-    bands, seen = [], []
-    generations: dict[tuple[bool, str], list[Validated]] = defaultdict(list)
+    seen = defaultdict[str, list[Validated]](list)
     for row in rows:
-        if row.is_step:
-            generations[row.seen, row.generation].append(row)
-    for (was_seen, generation), alike in generations.items():
-        sources = by_source(alike)
-        level = promised(len(sources))
-        count = str(len(sources)), str(len(alike))
-        if was_seen:
-            seen.append((generation, ", ".join(dict.fromkeys(row.source for row in alike)), str(len(alike))))
-        elif len(sources) >= FEWEST or generation == CPU:
-            bands.append((generation, *count, f"{level:.0%}", f"{pooled_quantile(sources, level):.1%}"))
-        else:
-            bands.append((generation, *count, "", "the widest"))
-    band, num_sources = widest_quantile(row for row in rows if row.is_step and not row.seen)
-    bands.append(("any other GPU", str(num_sources), "", f"{promised(num_sources):.0%}", f"{band:.1%}"))
+        if row.is_step and row.seen and row.source in STEPS:
+            seen[row.generation].append(row)
+    tables = [
+        (generation, ", ".join(dict.fromkeys(row.source for row in alike)), str(len(alike)))
+        for generation, alike in seen.items()
+    ]
     pairs = relative_errors(rows)
     off = quantile(pairs, TIE)
     ties = _TIES.format(pairs=len(pairs), off=off, tie=min(MOST_TIE, off))
-    heads = ("generation", "sources", "steps", "promised", "band")
-    parts = _TEXT.format(level=LEVEL, fewest=FEWEST), markdown_table(heads, bands), ties, _SEEN
-    return "\n".join([*parts, markdown_table(("generation", "tables", "rows"), seen)])
+    heads = ("generation", "sources", "steps", "promised", "as a named software", "band")
+    parts = _TEXT.format(level=LEVEL, fewest=FEWEST), markdown_table(heads, list(_bands(rows))), ties, _SEEN
+    return "\n".join([*parts, markdown_table(("generation", "tables", "rows"), tables)])
+
+
+def _bands(rows: Sequence[Validated]) -> Iterator[tuple[str, ...]]:
+    """A row for each generation, for one that no step is of, and for the group of plans with a context axis."""
+    known = [row for row in rows if row.is_step and not row.seen]
+    cpu = by_source(row for row in known if row.generation == CPU)
+    steps, level = sum(map(len, cpu)), promised(len(cpu))
+    yield CPU, str(len(cpu)), str(steps), f"{level:.0%}", "", f"{pooled_quantile(cpu, level):.1%}"
+    for generation in dict.fromkeys([*(row.generation for row in known if row.generation != CPU), ""]):
+        for in_context in (False, True):
+            own, named = (wanted(rows, generation, software, in_context) for software in (OWN, ANY))
+            if in_context and not own.near:
+                continue
+            name = (generation or "any other GPU") + ", context axis" * in_context
+            counts = str(len(by_source(own.near))), str(len(own.near)), f"{LEVEL:.0%}" if own.has_own else ""
+            yield (name, *counts, f"{named.share:.1%}", f"{own.share:.1%}")
 
 
 def _steps(table: Table, setting: Callable[[Cells], _Setting]) -> Iterator[Validated]:

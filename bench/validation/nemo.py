@@ -1,33 +1,27 @@
 """NVIDIA's runs of dense models with NeMo (Megatron-Core, Transformer Engine) on 8 to 2304 devices, in bf16 and in fp8.
 
-A row is the plan that its recipe names, predicted by `predict_step`, with what this software does in another way:
-
-- tensor messages are fused with the products beside them (`ub_tp_comm_overlap: true`);
-- the rows of 2024 attend with the cuDNN of that year;
-- in fp8, products of layers are Transformer Engine's (`with_fp8`).
+A row is the plan that its recipe names, predicted as `te` runs it, and those of 2024 as `te-2024`
+(terrace.cluster.named_software): tensor messages fused with the products beside them (`ub_tp_comm_overlap: true`), the
+attention of that year, and Transformer Engine's products in fp8.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache
 
 from bench.models import llama_of
 from bench.validation.published import mapping_of
 from bench.validation.rows import Row, Table, gpt, read_rows
-from bench.validation.software import cudnn_of_2024
-from terrace.cluster.cluster import Cluster, Device
+from terrace.cluster.cluster import Cluster
+from terrace.cluster.named_software import run_by, software_named
 from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
+from terrace.plan.as_software import run_as
 from terrace.plan.presets import preset
-from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.footprint import work_of
-from terrace.simulate.kernels import gemm_s, memory_s
-from terrace.simulate.layers import layer_products
-from terrace.simulate.scaled import product_s
 from terrace.simulate.step import Step, predict_step
-from terrace.simulate.work import Work
 
 _HEADS = ("model", "system", "GPUs", "tensor", "context", "pipeline", "batch", "precision", "release")
 _RACK = 16  # trays of a rack that these runs use: 64 of its 72 devices
@@ -37,9 +31,9 @@ Seconds of a step under weak scaling: the batch grows with the devices. From the
 benchmarks, release 25.01 (NeMo 24.09 to 24.12). A row is the plan that its recipe names: tensor and context ranks
 inside a node where they fit, data ranks in the rest of it, pipeline stages outermost, as many layers on each virtual
 stage, or as many blocks, with embedding and logits for one each, where layers do not divide; optimizer states over the
-data ranks; nothing recomputed. What this software does in another way is stated (`bench/validation/nemo.py`): in bf16
-these are tensor messages that are fused with products, and the attention that cuDNN had then. Not described: dropout of
-GPT-3, Nemotron's partial RoPE and the kernels of its squared ReLU.
+data ranks; nothing recomputed. They are priced as `te-2024`, which fuses tensor messages with products, sends along
+rings over whole groups, and has the attention that cuDNN had then. Not described: dropout of GPT-3, Nemotron's partial
+RoPE and the kernels of its squared ReLU.
 
 These rows taught two things. They were modelled 4.4 % too short in the mean, 0.8 to 10.5 % by model and width, while
 the preset had a share of products between that of a moment and that of a step; it has now what a profile of single
@@ -63,19 +57,6 @@ As above, with the presets `gb200-nvl72` (64 devices of a rack are used) and `dg
 steps, the example of a later recipe. The 405B in bf16 is missed by 12 %, which is not explained. On these devices a
 product takes operands in any order of dims, so that nothing is transposed.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run(Step):
-    """A step of this software in a precision of the rows."""
-
-    precision: str
-
-    @cached_property
-    def costs(self) -> Costs:
-        found, work = step_costs(self.program, self.work), self.work
-        assert isinstance(work, Work)
-        return found if self.precision == "bf16" else with_fp8(found, self.cluster.device, work, self.precision)
 
 
 def tables() -> list[Table]:
@@ -115,9 +96,8 @@ def run_of(line: dict[str, str]) -> Step:
     gpus, tensor, context, pipeline = (int(line[name]) for name in ("gpus", "tensor", "context", "pipeline"))
     micro_batch, batch, chunks = (int(line[name]) for name in ("micro_batch", "batch", "chunks"))
     model, sequence = _models()[line["model"]]
-    cluster, data = _cluster(line["system"], gpus), gpus // (tensor * context * pipeline)
-    if line["release"] == "25.01":
-        cluster = cudnn_of_2024(cluster)
+    software = software_named("te-2024" if line["release"] == "25.01" else "te")
+    cluster, data = run_by(_cluster(line["system"], gpus), software), gpus // (tensor * context * pipeline)
     degrees = {"tensor": tensor, "context": context, "data": data, "pipeline": pipeline}
     plan = replace(
         preset("zero1", cluster),
@@ -125,18 +105,18 @@ def run_of(line: dict[str, str]) -> Step:
         compute="bf16",
         micro_batch=micro_batch,
         sequence_parallel=tensor > 1,
-        tensor_chunks="fused" if tensor > 1 else 1,
+        products=None if line["precision"] == "bf16" else "fp8",
     )
+    plan = run_as(cluster, plan)
     if pipeline > 1:
         plan = replace(plan, schedule=f"interleaved:{chunks}", stages=_stages(model.num_layers, pipeline * chunks))
-    return _Run(
+    return Step(
         cluster=cluster,
         plan=plan,
         blocks=block_specs(model),
         num_micros=batch // (data * micro_batch),
         sequence=sequence,
         work=work_of(cluster, plan, layer_operations(model), sequence),
-        precision=line["precision"],
     )
 
 
@@ -179,51 +159,3 @@ def _models() -> dict[str, tuple[ModelConfig, int]]:
 
 def _llama(hidden: int, layers: int, heads: int, inner: int, vocab: int = 128256) -> ModelConfig:
     return llama_of(hidden, layers, heads, 8, inner, vocab, max_position_embeddings=8192, tie_word_embeddings=False)
-
-
-def with_fp8(costs: Costs, device: Device, work: Work, precision: str) -> Costs:
-    """The costs with the layers' products in fp8, as Transformer Engine has them.
-
-    Bytes of an element: a cast reads 2 and writes 1, and 1 more for a transposed copy, which Hopper needs of all
-    operands of weight gradients. The outputs of attention and of the activation and all gradients of results are cast.
-    With scales of earlier steps a norm writes codes, 1 byte less, and the backward transposes them, 2. With scales of
-    the tensors as they are a norm's output is cast, too, and a largest magnitude costs 2, except that of a norm, whose
-    kernel has it. Weights are cast once a step.
-    """
-    products = layer_products(work)
-    (_, normed, _), (_, attended, _), _, (_, active, _) = products
-    turned, current = device_turns(device), precision == "fp8-cs"
-    cast, largest = 3 + turned, 2 * current
-    norms = (2 * cast if current else -2) * normed / work.stream_cut
-    forward = (cast + largest) * (attended + active) + norms
-    backward = (cast + largest) * sum(outputs for _, _, outputs in products)
-    weight = 0 if current else 2 * 2 * turned * normed
-    own = work.tokens
-    passes_s = (
-        memory_s(device, own * forward, 2),
-        memory_s(device, own * backward, 4),
-        memory_s(device, own * weight, 2),
-    )
-    shapes = (
-        products,
-        tuple((tokens, outputs, inputs) for tokens, inputs, outputs in products),
-        tuple((inputs, tokens, outputs) for tokens, inputs, outputs in products),
-    )
-    change = [more_s - _saved_s(device, each) for more_s, each in zip(passes_s, shapes, strict=True)]
-    changes = change[0], change[1] + change[2], change[2]
-    layers = [block.attends for block in costs.program.blocks]
-    forward_s, backward_s, weight_s = (
-        tuple(seconds + more_s * layer for seconds, layer in zip(part, layers, strict=True))
-        for part, more_s in zip((costs.forward_s, costs.backward_s, costs.weight_s), changes, strict=True)
-    )
-    return replace(costs, forward_s=forward_s, backward_s=backward_s, weight_s=weight_s)
-
-
-def device_turns(device: Device) -> int:
-    """1 where products in fp8 need operands with the inner dim last, as on Hopper; else 0."""
-    return int("H100" in device.name)
-
-
-def _saved_s(device: Device, shapes: Sequence[tuple[int, int, int]]) -> float:
-    """What products take less in fp8 than in bf16."""
-    return sum(gemm_s(device, *shape) - product_s(device, *shape, "bf16") for shape in shapes)

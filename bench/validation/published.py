@@ -11,10 +11,13 @@ from functools import cache
 from bench.models import llama_of
 from bench.validation.rows import gpt
 from terrace.cluster.cluster import Cluster, Device
+from terrace.cluster.named_software import run_by, software_named
 from terrace.cluster.presets import load_cluster
+from terrace.cluster.software import OWN
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, model_flops
 from terrace.model.config import ModelConfig, parse_model
+from terrace.plan.as_software import run_as
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.simulate.footprint import work_of
@@ -32,9 +35,9 @@ _AGAIN: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def step_of(line: Line) -> Step:
-    """The step of a row, priced as this runtime would run it."""
-    cluster, model = cluster_of(line), models()[line["model"]]
+def step_of(line: Line, software: str = OWN.name) -> Step:
+    """The step of a row, priced as this runtime would run it, or as another software does."""
+    cluster, model = run_by(cluster_of(line), software_named(software)), models()[line["model"]]
     tensor, context, pipeline, chunks = (int(line[name]) for name in ("tensor", "context", "pipeline", "chunks"))
     micro_batch, sequence = int(line["micro_batch"]), int(line["sequence"])
     data = int(line["gpus"]) // (tensor * context * pipeline)
@@ -49,6 +52,7 @@ def step_of(line: Line) -> Step:
         schedule=_schedule(pipeline, chunks),
         products=None if line["precision"] == "bf16" else line["precision"],
     )
+    plan = run_as(cluster, plan)
     return _step(cluster, plan, model, int(line["batch"]) // (data * micro_batch), sequence)
 
 

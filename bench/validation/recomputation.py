@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from bench.validation.rows import Row, Table, gpt, read_rows
-from bench.validation.software import dropout_s, layout_s
+from terrace.cluster.named_software import run_by, software_named
 from terrace.cluster.presets import load_cluster
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
@@ -19,8 +19,8 @@ _LAYER = 1  # block 0 is the embedding
 
 _TEXT = """
 Milliseconds of one layer of the 22B model, forward and backward, on eight tensor ranks of a node of A100 80 GB. Preset
-`dgx-a100`. A form is a plan of this project (`recompute`, `sequence_parallel`), priced as any plan is, with attention
-that writes its scores and dropout stated, as in Megatron-LM; dropout is recomputed with attention. What a layer keeps
+`dgx-a100`. A form is a plan of this project (`recompute`, `sequence_parallel`), priced as `megatron-2022` runs it:
+attention writes its scores, and dropout is recomputed with it. What a layer keeps
 for a micro-batch is this project's: of attention with dropout Megatron-LM keeps masks, too.
 """
 
@@ -46,7 +46,7 @@ def table() -> Table:
 
 def modelled(line: dict[str, str]) -> tuple[dict[str, float], int]:
     """Return the seconds of a form's passes, with messages, and the bytes that a layer keeps of a micro-batch."""
-    cluster = load_cluster("dgx-a100").resized(1)
+    cluster = run_by(load_cluster("dgx-a100").resized(1), software_named("megatron-2022"))
     model = gpt(_LAYERS, _HIDDEN, _HEADS, _SEQUENCE, _VOCAB)
     plan = replace(
         preset("ddp", cluster),
@@ -57,21 +57,13 @@ def modelled(line: dict[str, str]) -> tuple[dict[str, float], int]:
         recompute=(line["recompute"],) if line["recompute"] else (),
     )
     blocks = block_specs(model)
-    work = replace(work_of(cluster, plan, layer_operations(model), _SEQUENCE), flash=False)
+    work = work_of(cluster, plan, layer_operations(model), _SEQUENCE)
     program = build(cluster, plan, blocks, 1, _SEQUENCE)
     costs = step_costs(program, work)
-    scores_s, sums_s = dropout_s(cluster.device, work)
-    backward_s = scores_s + sums_s
-    scores_s += layout_s(cluster.device, work)  # the output of attention is laid out where its core is computed
     waits_s = [sum(costs.waits_inside(Instruction(op, _LAYER, 0)).values()) for op in (Op.FORWARD, Op.BACKWARD)]
-    recompute_s = costs.recompute_s(_LAYER)
-    if program.model.recomputes(_LAYER):
-        recompute_s += scores_s + sums_s
-    elif program.model.recomputed[_LAYER]:
-        recompute_s += scores_s
     passes = {
-        "forward": costs.forward_s[_LAYER] + scores_s + sums_s + waits_s[0],
-        "backward": costs.backward_s[_LAYER] + backward_s + recompute_s + waits_s[1],
+        "forward": costs.forward_s[_LAYER] + waits_s[0],
+        "backward": costs.backward_s[_LAYER] + costs.recompute_s(_LAYER) + waits_s[1],
     }
     kept = activations_of(recomputing(work, program.model.recomputed[_LAYER]), blocks[_LAYER], "cuda")
     return passes, kept.kept_bytes

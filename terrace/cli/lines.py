@@ -15,6 +15,7 @@ AUTO = "auto"  # of --resume
 SHARD_BYTES = 5_000_000_000  # default file size in transformers
 HF, DCP = "hf", "dcp"  # formats of an export
 DTYPE = Literal["bf16", "fp16", "fp32", "fp64"]
+SOFTWARE = Literal["own", "megatron", "te", "fsdp2", "deepspeed", "nanotron"]
 REPORT_NAME, COMPARED_NAME, PORT = "report.html", "compared.html", 7007
 DOCTOR_SECONDS = 10.0
 VIEW = Literal["step", "program", "stages", "memory", "all"]
@@ -26,6 +27,9 @@ OVERRIDES_HELP = (
 RANKS = option("N", "resize the cluster's tiers to N ranks, innermost first (default: as the cluster says)")
 HEADROOM = option(  # short for --cluster.device.headroom
     "SHARE|BYTES", "memory of a device to leave free, e.g. 10%% or 6GB (default: as the cluster's file says, or 5%%)"
+)
+AS = option(
+    None, "software whose kernels, messages and memory are priced, with its own band (default: own)", "own", name="--as"
 )
 FOLDER = option("FOLDER", "run folder to make (default: runs/TIME)")
 SHARDS = option("N", f"largest file of weights, in bytes (default: {SHARD_BYTES})")
@@ -73,6 +77,7 @@ class Plan(Line):
     headroom: str | None = HEADROOM
     batch: int | None = option("B", "sequences a step, over all ranks")
     sequence: int | None = option("S", "tokens a sequence")
+    software: SOFTWARE = AS
     compute: DTYPE | None = option(
         None, "dtype of parameters and messages (default: bf16; where fp32 is faster, fp32, with messages in bf16)"
     )
@@ -149,6 +154,7 @@ class Simulate(RunLine):
         "all (default: %(default)s)",
         "step",
     )
+    software: SOFTWARE = AS
     lines: int | None = option("N", "lines of the program to print at most (default: all)")
     stage: int = option("N", "pipeline stage whose program is printed (default: 0)", 0)
     page: str | None = option("FILE", "write a self-contained HTML page of the step")

@@ -8,6 +8,7 @@ from terrace.base.errors import ConfigError, PlanError, TerraceError
 from terrace.base.schema import merge
 from terrace.base.words import seconds
 from terrace.cli.task import with_formats
+from terrace.plan.as_software import run_as
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.planner.evaluate import step_of
@@ -55,7 +56,7 @@ def own_plan(task: Task, name: str | None, keys: Any) -> OwnPlan:
         raise ConfigError(f"--plan.{keys!r}: set a key of the plan, as --plan.key VALUE")
     table = merge(section("plan", name or DEFAULT), keys or {})
     try:
-        plan = command_plan(table, task.cluster)
+        plan = run_as(task.cluster, command_plan(table, task.cluster))
         plan = replace(plan, **{dtype: getattr(task, dtype) for dtype in _DTYPES if dtype not in table})
         there = with_formats(task, plan)
         free = [number for number in ("micro_batch", "unit") if number not in table]

@@ -18,6 +18,7 @@ from terrace.cli.task import (
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
+from terrace.plan.as_software import run_as
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.search_limits import FINALISTS
@@ -51,6 +52,7 @@ def show_scaling(options: argparse.Namespace, rest: Sequence[str]) -> None:
             f"--compute {options.compute}: plan {options.plan} computes in {plan.compute}; leave --compute out, or "
             f'set compute = "{options.compute}" in the plan'
         )
+    plan = run_as(task.cluster, plan)
     task = with_formats(task, plan)
     outer, console = task.cluster.tiers[-1], Terminal()
     made_for = _made_for(options, task, planned)

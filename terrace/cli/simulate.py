@@ -3,6 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from terrace.base.errors import ConfigError
@@ -11,8 +12,12 @@ from terrace.cli.files import check_count, check_not_read, check_page, check_wri
 from terrace.cli.options import check_task, resolve_run
 from terrace.cli.overrides import take_word
 from terrace.cli.sections import print_sections
+from terrace.cli.task import software_words
 from terrace.cli.views import VIEWS, draws, step_page, step_trace, step_view, write_csv
+from terrace.cluster.named_software import run_by, software_named
+from terrace.plan.as_software import run_as
 from terrace.plan.gaps import gaps_words
+from terrace.train.config import RunConfig
 from terrace.train.prediction import check_passes, resolved_run
 
 _SECTIONS = ("model", "cluster", "plan")  # options that may name a file
@@ -36,7 +41,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     # All outputs are checked before anything is computed.
     outputs = _outputs(options)
     check_task(options, rest)
-    run = resolve_run(options, rest)
+    run = _as_software(resolve_run(options, rest), options.software)
     view = step_view(resolved_run(run), options)
     # Before anything is printed.
     if outputs or draws(view, options.view):
@@ -48,13 +53,19 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         written.append(_write("page", outputs["page"], step_page(view)))
     if "trace" in outputs:
         written.append(_write("trace", outputs["trace"], step_trace(view)))
-    print(f"{filled(view.subtitle)}\n")
+    print(f"{filled(view.subtitle + software_words(run.cluster))}\n")
     if said := gaps_words(run.plan, view.run.plan):
         print(f"{filled(said)}\n")
     print_sections(section for part in VIEWS[options.view] for section in part(view))
     if written:
         print("\n".join(written))
     return 0
+
+
+def _as_software(run: RunConfig, name: str) -> RunConfig:
+    """The run as a software runs its plan."""
+    cluster = run_by(run.cluster, software_named(name))
+    return replace(run, cluster=cluster, plan=run_as(cluster, run.plan))
 
 
 def _outputs(options: argparse.Namespace) -> dict[str, Path]:

@@ -12,12 +12,15 @@ from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.here import named_table
 from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.named_software import run_by, software_named
 from terrace.cluster.presets import lay_over, parse_cluster
+from terrace.cluster.software import OWN
 from terrace.model.blocks import num_active_params
 from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.facts import family_of, is_dense
 from terrace.model.spec import BlockSpec
-from terrace.plan.plan import precision_of
+from terrace.plan.as_software import reductions
+from terrace.plan.plan import FUSED, precision_of
 from terrace.planner.task import Task
 from terrace.report.members import devices_words
 from terrace.train.planned import Planned, num_machines
@@ -50,6 +53,7 @@ def read_task(
     if not isinstance(own, Mapping):
         raise ConfigError(f"--cluster {own!r} must be a preset or a file")
     cluster = _resized(parse_cluster(lay_over({"cluster": table}, {"cluster": own})["cluster"]), options.nodes)
+    cluster = run_by(cluster, software_named(options.software))
     if wrong := cluster.failures.restarts_prevail(cluster.world_size, num_machines(cluster)):
         raise ClusterError(wrong)
     return task_on(
@@ -74,6 +78,8 @@ def task_on(cluster: Cluster, *, model: ModelConfig, batch: int, sequence: int, 
         compute=compute,
         messages="bf16" if narrow else None,
         master="fp64" if compute == "fp64" else "fp32",
+        wire=reductions(cluster, {}),
+        tensor_chunks=FUSED if cluster.device.software.messages.fuses else 1,
     )
 
 
@@ -98,8 +104,14 @@ def task_words(task: Task) -> str:
     return (
         f"{decoder_words(task.model, task.blocks)}, {counted(task.batch, 'sequence')} x "
         f"{counted(task.sequence, 'token')} a step, in {task.compute}{narrow}\n"
-        f"cluster {task.cluster.name}: {tiers} = {devices_words(task.cluster)}"
+        f"cluster {task.cluster.name}: {tiers} = {devices_words(task.cluster)}{software_words(task.cluster)}"
     )
+
+
+def software_words(cluster: Cluster) -> str:
+    """Which software runs the cluster, as the end of a sentence; "" for this runtime."""
+    software = cluster.device.software
+    return "" if software == OWN else f", run by {software.name}"
 
 
 def decoder_words(model: ModelConfig, blocks: Sequence[BlockSpec]) -> str:

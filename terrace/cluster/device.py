@@ -10,6 +10,7 @@ from terrace.base.hashing import hashed_once
 from terrace.cluster.below import Mark, Medium
 from terrace.cluster.headroom import DEFAULT, headroom_bytes, headroom_error, room_words
 from terrace.cluster.kernels import IDEAL, Kernels
+from terrace.cluster.software import OWN, Software
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8")  # for which a device may give its FLOP/s
 
@@ -42,6 +43,7 @@ class Device:
     below: Mapping[str, Medium] = field(default_factory=dict, hash=False, metadata={"absent": {}})
     marks: Mapping[str, Mark] = field(default_factory=dict, hash=False)
     source: str = ""
+    software: Software = field(default=OWN, metadata={"key": False})  # that runs on it; never a key of a file
     pace: float = field(
         default=1.0, init=False
     )  # clock of the cluster's slowest device over the mean; set by `Cluster`

@@ -101,7 +101,7 @@ def check_products(device: Device, mesh: Mesh, plan: Plan, blocks: Sequence[Bloc
             f"{asked}: device {device.name!r} has no peak_flops_per_s.fp8, so no matrix units for 8-bit floats: leave "
             "products out, or give the peak"
         )
-    if plan.tensor_chunks != 1:
+    if plan.tensor_chunks != 1 and not (plan.fuses_tensor and device.software.messages.fuses):
         raise PlanError(
             f"{asked} with tensor_chunks = {plan.tensor_chunks!r}: each part of a product would have another scale; "
             "leave one of them out"

@@ -96,6 +96,8 @@ PACKABLE = (
 )
 # Classes of parameters and gradients, which are sent in `plan.messages` if that is set.
 OF_PARAMETERS = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REFRESH)
+# Those that a micro-batch has: between the first gather and the last reduction lies all of its computing.
+OF_PASSES = (MessageClass.GATHER, MessageClass.GATHER_BACKWARD, MessageClass.REDUCE)
 OF_STATES = (*OF_PARAMETERS, *CHANGES)
 
 

@@ -21,7 +21,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.recompute import WHOLE, operations_in
 from terrace.plan.state_bytes import accumulates_in_place, keeps_master
-from terrace.plan.wire import BETWEEN_STAGES, FORMATS, parse_format
+from terrace.plan.wire import BETWEEN_STAGES, FORMATS, MessageClass, parse_format
 from terrace.planner.experts import Experts
 from terrace.planner.inner import NOTHING, Inner, PassSeconds
 from terrace.planner.numels import Numels, groups_of
@@ -37,10 +37,11 @@ from terrace.simulate.footprint import (
     CUDA_ALLOCATOR_FACTOR,
     CUDA_CONTEXT_BYTES,
     LOAD_FACTOR,
+    grads_share,
     stage_footprint,
 )
 from terrace.simulate.layers import BlockSeconds, at_once, seconds_of
-from terrace.simulate.links import coding_s, send_s, tier_penalty
+from terrace.simulate.links import coding_s, send_s, tier_penalty, waits_for_sends
 from terrace.simulate.masks import has_flash_attention, work_in
 from terrace.simulate.trained import trained_part
 from terrace.simulate.work import Work
@@ -67,6 +68,7 @@ class Estimator:
         self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task.kinds)
         self._trained = [trained_part(spec, task.blocks) for spec in self.specs]
         self._flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
+        self._flash &= task.cluster.device.software.kernels.flash
         # Whether a rank's compute depends only on its tokens, not on the context form: false for products that
         # materialise scores, whose tiles depend on their shapes.
         one = Work(layer=task.layer, sequence=task.sequence, flash=self._flash, compute=task.compute)
@@ -159,7 +161,7 @@ class Estimator:
             own.forward_s + forward_s,
             own.input_s + own.weight_s + backward_s,
             own.weight_s,
-            own.forward_s + recompute_s,
+            own.forward_s - own.saved_s + recompute_s,
         )
 
     def context(self, kind: int, mesh: Mesh, micro_batch: int) -> PassSeconds:
@@ -243,7 +245,10 @@ class Estimator:
     def sending_s(self, mesh: Mesh, micro_batch: int) -> float:
         """Slow-down of compute by a message to the next stage, in seconds, on the outermost tier crossed."""
         cluster, crossed = self.task.cluster, mesh.tiers("pipeline")
-        return self.boundary_s(mesh, micro_batch) * tier_penalty(cluster, crossed[-1]) if crossed else 0.0
+        if not crossed:
+            return 0.0
+        waits = waits_for_sends(cluster, MessageClass.PIPELINE, False)
+        return self.boundary_s(mesh, micro_batch) * (1.0 if waits else tier_penalty(cluster, crossed[-1]))
 
     def tie_s(self, candidate: Candidate, owner: int) -> float:
         """Seconds in which two stages sum the gradient of a tied block (terrace.plan.edges)."""
@@ -294,6 +299,7 @@ class Estimator:
         """
         layout, plan = self.layout(degrees, placement)
         summed = 0.0 if layout.grads_below else FORMATS[self.task.sums].element_bytes / layout.span(layout.grads)
+        summed *= grads_share(self.task.cluster.device, self.task.sums)
         copies = 0.0 if layout.params_below else self.item / layout.span(layout.params)
         # The secondary copy is sharded over fewer ranks, so it takes more memory.
         copies += self.item / layout.span(layout.params_backward) if layout.has_secondary else 0.0

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from terrace.base.errors import ClusterError, PlanError
+from terrace.plan.as_software import run_as
 from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, preset
@@ -39,7 +40,7 @@ def preset_changes(task: Task, pins: Pins) -> list[Change]:
 
 
 def _preset_change(name: str, task: Task, pins: Pins) -> Change:
-    plan = with_dtypes(task, preset(name, task.cluster))
+    plan = run_as(task.cluster, with_dtypes(task, preset(name, task.cluster)))
     change = Change(words=name, cluster=task.cluster, plan=plan)
     try:
         layout = validate(task.cluster, plan, task.blocks)

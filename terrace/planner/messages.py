@@ -16,14 +16,14 @@ from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.routes import block_hops
-from terrace.plan.wire import FORMATS
+from terrace.plan.wire import FORMATS, MessageClass
 from terrace.planner.estimate import Estimator
 from terrace.planner.numels import groups_of
 from terrace.planner.stage_specs import data_cluster
 from terrace.planner.task import Placement
 from terrace.program.instruction import Instruction, Op
 from terrace.program.resolve import carries, control_message
-from terrace.simulate.cost import hops_s
+from terrace.simulate.links import copied_s, hops_s
 
 _PARTS = (32, 4)  # of the largest block, whose elements the two blocks have that are priced
 _LEAST = (1 << 20, 1 << 22)  # elements of these blocks
@@ -159,14 +159,19 @@ class StateMessages:
             hops = block_hops(layout, plan, message_class, size, source) if sends else ([], [])
             is_coded = any(hop.wire.block for part in hops for hop in part)
             coding_bytes = hops_coding_bytes(plan, message_class, *hops) if is_coded else 0.0
-            found.append(hops_s(cluster, [*hops[0], *hops[1]], coding_bytes))
+            found.append(hops_s(cluster, [*hops[0], *hops[1]], coding_bytes, message_class, layout.gathers))
         (small_s, _), (large_s, penalty) = found
         small_s, large_s = (
             seconds + self._below_s(instruction.op, layout, plan, size)
             for seconds, size in zip((small_s, large_s), self._sizes, strict=True)
         )
         each_s = (large_s - small_s) / (self._sizes[1] - self._sizes[0])
-        return Line(message_lane(layout, message_class, source), small_s - each_s * self._sizes[0], each_s, penalty)
+        base_s = small_s - each_s * self._sizes[0]
+        span = layout.span(layout.grads if message_class is MessageClass.REDUCE else layout.params)
+        if each_s and (copied := copied_s(cluster.device, message_class, span)):
+            # Copies are computing, which the message takes up as if it slowed computing down.
+            each_s, penalty = each_s + copied, (penalty * each_s + copied) / (each_s + copied)
+        return Line(message_lane(layout, message_class, source), base_s, each_s, penalty)
 
     def _below_s(self, op: Op, layout: Layout, plan: Plan, numel: int) -> float:
         """Seconds of reading the `numel` elements of a message from below the device, or of writing them there."""

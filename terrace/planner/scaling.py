@@ -10,6 +10,7 @@ from typing import Literal
 
 from terrace.base.errors import PlanError, TerraceError
 from terrace.base.words import counted
+from terrace.plan.as_software import reductions, run_as
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.planner.advice import cost_of
@@ -53,7 +54,7 @@ def preset_plan(name: str, task: Task) -> tuple[Plan, Candidate]:
     Raises `PlanError` if it cannot run there.
     """
     base = preset(name, task.cluster)
-    own = replace(task, wire=base.wire)  # formats are part of a preset
+    own = replace(task, wire=reductions(task.cluster, base.wire))  # formats are part of a preset
     found, _ = find(Space(task=own, axes=("data",), pins=Pins(), placements=(placement_of(own, base),)), count=1)
     if found.best:
         candidate = found.best[0].candidate
@@ -77,7 +78,7 @@ def _point(task: Task, plan: Plan | PlanOf, size: int, scaling: Scaling, devices
     except TerraceError as error:  # a batch beyond those that are searched
         return Point(num_outermost=size, task=replace(task, cluster=cluster), reason=str(error))
     try:
-        known = plan if isinstance(plan, Plan) else plan(there)
+        known = run_as(cluster, plan) if isinstance(plan, Plan) else plan(there)
         estimate = evaluate_plan(there, known)
     except TerraceError as error:
         return Point(num_outermost=size, task=there, reason=str(error))

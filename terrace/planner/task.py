@@ -157,6 +157,7 @@ class Task:
         from terrace.simulate.work import Work
 
         flash = has_flash_attention(self.layer.core, self.sequence, self.compute, self.backend)
+        flash &= self.cluster.device.software.kernels.flash
         return recomputations_of(
             self.cluster.device,
             Work(layer=self.layer, sequence=self.sequence, flash=flash, compute=self.compute, products=self.products),

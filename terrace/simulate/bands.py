@@ -14,10 +14,19 @@ least b with
 
 A step of a new source lies within it with at least that probability, if sources are exchangeable (pooled distributions
 of a two-layer hierarchy: Dunn, Wasserman and Ramdas 1809.07441, section 3.1). No b satisfies this with fewer than
-`FEWEST` sources: k of them can promise at most k / (k + 1), for a band of their largest miss. `band_of` takes the
-sources of the device's generation if they are that many. Otherwise it takes the widest band of a generation or of all
-accelerators together, and at least the largest miss of the generation's own sources, so that fewer sources do not make
-the band narrower. A probed CPU has runs of this project alone, and its band has the level that they can promise.
+`FEWEST` sources: k of them can promise at most k / (k + 1), for a band of their largest miss. So fewer sources never
+make a band narrower (`wanted`): a device's generation with fewer has the widest band of a generation or of all
+accelerators together, and at least the largest miss of its own sources. A probed CPU has runs of this project alone,
+and its band has the level that they can promise.
+
+Exchangeability is assumed of steps that are alike, so rows are grouped by what a plan's description says before any of
+them is priced, and a band is of its plan's group alone (Mondrian: Vovk, Gammerman and Shafer 2005, section 4.5). There
+are two groups, of plans with a context axis and without: messages and products of a ring are priced by a part of the
+model that no other step has. A tensor axis makes no groups, since no generation has `FEWEST` sources on both sides.
+
+Every row is priced twice, as this runtime and as the software that ran it (terrace.cluster.named_software). A plan run
+by a named software has a band of rows that are priced as their own software: of this one where it has `FEWEST` sources
+on the generation, otherwise of all, by the rule above.
 
 Sources are not independent (programs share kernels, libraries and ancestors), and errors have a bias: nearly all
 published steps took longer than predicted. A band is symmetric nevertheless, and its words give their number.
@@ -40,13 +49,14 @@ from typing import NamedTuple
 
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
+from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, Plan
 
 STEP = "step"  # the kind of a row of a whole step; others serve to compare plans alone
 WIDTH = "width"  # the kind of a step whose plan other rows have on other numbers of devices: it compares none
 FP8 = "fp8"  # named among the axes: products of layers are in 8 bits
 CPU = "CPU"  # generation of ranks on a probed CPU
-OWN = "own"  # the software that a row is priced as: this runtime
+OWN, ANY = "own", "any"  # the software that a row is priced as: this runtime; any other
 LEVEL = 0.8  # probability that a step of another source misses by less than the band
 FEWEST = 4  # sources that can promise it
 PAIR, TIE, MOST_TIE = 2, 0.8, 0.05
@@ -91,6 +101,11 @@ class Validated(NamedTuple):
     def miss(self) -> float:
         """Ratio of the larger to the smaller figure, minus one."""
         return math.expm1(abs(math.log1p(self.error)))
+
+    @property
+    def family(self) -> str:
+        """The software without its version (`Software.family`)."""
+        return self.software.partition("-")[0]
 
     @property
     def is_step(self) -> bool:
@@ -155,50 +170,89 @@ def band_of(cluster: Cluster, plan: Plan) -> Band:
     if device.type == "cpu":
         # A described CPU has no measured rates, so its rows do not apply.
         generation = CPU if cluster.is_measured else ""
-    return _band(generation, OWN)
+    return _band(generation, device.software.family, Mesh.of(cluster, plan).total("context") > 1)
+
+
+class Wanted(NamedTuple):
+    """The rows that a band is taken from, by source, and those of them that are nearest: where they are fewer than
+    `FEWEST` sources, the band is the widest of the rows.
+    """
+
+    rows: tuple[Validated, ...]
+    near: tuple[Validated, ...]
+    where: str  # of the nearest
+
+    @property
+    def has_own(self) -> bool:
+        return len(by_source(self.near)) >= FEWEST
+
+    @property
+    def share(self) -> float:
+        """The band."""
+        near = by_source(self.near)
+        return pooled_quantile(near, LEVEL) if self.has_own else max(widest_quantile(self.rows)[0], largest(near))
+
+
+def wanted(known: Iterable[Validated], generation: str, software: str, in_context: bool) -> Wanted:
+    """The rows for a plan on a generation of accelerators, run by a software, with a context axis or without."""
+    rows = [row for row in known if row.is_step and not row.seen and row.generation != CPU]
+    rows = [row for row in rows if (row.software == OWN) == (software == OWN)]
+    group = [row for row in rows if ("context" in row.axes) == in_context]
+    near = [row for row in group if generation and row.generation == generation]
+    by = "" if software == OWN else f" run by {software}"
+    own = [row for row in near if software in (OWN, row.family)]
+    if len(by_source(own)) >= FEWEST:
+        near = own
+    elif by:
+        by = ", each run by its own software"
+    # A group of few sources is no narrower than all steps.
+    alike = group if len(by_source(group)) >= FEWEST else rows
+    where = f"on {generation or 'this device'}{' with a context axis' * in_context}{by}"
+    return Wanted(tuple(alike), tuple(near), where)
 
 
 @cache
-def _band(generation: str, software: str) -> Band:
-    rows = [row for row in validated() if row.is_step and not row.seen and row.software == software]
-    here = by_source(row for row in rows if generation and row.generation == generation)
+def _band(generation: str, software: str, in_context: bool) -> Band:
     if generation == CPU:
+        here = by_source(row for row in validated() if row.is_step and not row.seen and row.generation == CPU)
         level = promised(len(here))
         words = (
             f"{percent(level)} of steps on other machines miss by less ({len(here)} sets of runs of Terrace on probed "
             "CPUs)"
         )
         return Band(share=pooled_quantile(here, level), words=words)
-    if len(here) >= FEWEST:
-        words = (
-            f"{percent(LEVEL)} of steps of software and machines not seen before miss by less ({len(here)} published "
-            f"sources on {generation}; {_late(rows)}; no GPU has run Terrace yet)"
-        )
-        return Band(share=pooled_quantile(here, LEVEL), words=words)
-    return _widest(rows, f"{counted(len(here), 'published source')} on {generation or 'this device'}", here)
+    found = wanted(validated(), generation, software, in_context)
+    number = len(by_source(found.near))
+    if not found.has_own:
+        return _widest(found, f"{counted(number, 'published source')} {found.where}")
+    unrun = "; no GPU has run Terrace yet" if software == OWN else ""
+    words = (
+        f"{percent(LEVEL)} of steps of software and machines not seen before miss by less ({number} published "
+        f"sources {found.where}; {_late(found.rows)}{unrun})"
+    )
+    return Band(share=found.share, words=words)
 
 
 def widest_band(what: str) -> Band:
     """Band of a subject that no validated row is like."""
-    rows = [row for row in validated() if row.is_step and not row.seen and row.software == OWN]
-    return _widest(rows, f"no validated step is like it ({what})")
+    return _widest(wanted(validated(), "", OWN, False), f"no validated step is like it ({what})")
 
 
-def _widest(rows: Sequence[Validated], why: str, own: Sequence[Sequence[float]] = ()) -> Band:
-    share, num_sources = widest_quantile(rows)
+def _widest(found: Wanted, why: str) -> Band:
+    share, num_sources = widest_quantile(found.rows)
     level = percent(promised(num_sources))
     words = (
         f"{why}, so the band is the widest of other GPUs, of {num_sources} sources: {level} of their steps miss by "
-        f"less; {_late(rows)}"
+        f"less; {_late(found.rows)}"
     )
-    if largest(own) > share:
-        words = f"{why}, and the band is their largest miss, which is above the widest of other GPUs; {_late(rows)}"
-    return Band(share=max(share, largest(own)), words=words)
+    if found.share > share:
+        words = f"{why}, and the band is their largest miss, which is above the widest of other GPUs; "
+        words += _late(found.rows)
+    return Band(share=found.share, words=words)
 
 
 def _late(rows: Sequence[Validated]) -> str:
-    known = [row for row in rows if row.generation != CPU]
-    return f"{sum(row.error < 0 for row in known)} of all {len(known)} published steps took longer than predicted"
+    return f"{sum(row.error < 0 for row in rows)} of all {len(rows)} published steps took longer than predicted"
 
 
 def largest(sources: Sequence[Sequence[float]]) -> float:

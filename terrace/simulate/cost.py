@@ -26,13 +26,12 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.spec import Computes
 from terrace.plan.context import attention_heads
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.hops import Hop
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.outer import Outer
 from terrace.plan.projected import products_of_a_rank
 from terrace.plan.recompute import operations_in
 from terrace.plan.state_bytes import keeps_master
-from terrace.plan.wire import FORMATS, MessageClass
+from terrace.plan.wire import FORMATS, OF_PASSES, MessageClass
 from terrace.program.block_program.steps import Compute
 from terrace.program.exchange import exchanged
 from terrace.program.instruction import Instruction, Op
@@ -42,7 +41,7 @@ from terrace.simulate.below_seconds import host_update_seconds, moved_stream, pa
 from terrace.simulate.inside import NO_ROUNDS, InBlockPrices, Rooms, Rounds, block_prices, exposed, rooms_of
 from terrace.simulate.kernels import gemm_s, memory_s
 from terrace.simulate.layers import core_rounds, operation_seconds, optimizer_s, rounding_bytes, seconds_of
-from terrace.simulate.links import coding_s, hop_s, send_s, tier_penalty
+from terrace.simulate.links import copies_s, hops_s, send_s, tier_penalty, waits_for_sends, with_coding
 from terrace.simulate.masks import work_in
 from terrace.simulate.outer_cost import apply_passes, passes_s, take_passes
 from terrace.simulate.priced_instruction import NO_STREAM, Doing, Event, PassStep, Stream
@@ -72,6 +71,7 @@ class Costs:
     rounds: tuple[Rounds, ...] = ()  # of each block's attention, which hide messages of context ranks; empty: none
     routed: tuple[RoutedSeconds, ...] = ()  # of each block between its routed messages; empty: none are sent
     operations_s: tuple[float, ...] = ()  # of each block, what is recomputed where not all of it is; empty: nothing
+    saved_s: tuple[float, ...] = ()  # of each block's forward, that its recomputation leaves out; empty: nothing
     drains: bool = False  # whether refreshes end before the next step begins, as another model then runs
     # Cluster with the link to another stage's member, by that stage, where it is another than the cluster's
     links: Mapping[int, Cluster] = field(default_factory=dict, hash=False)
@@ -79,7 +79,7 @@ class Costs:
     def recompute_s(self, block: int) -> float:
         """Seconds of recomputation in a block's backward."""
         if self.program.model.recomputes(block):
-            return self.forward_s[block]
+            return self.forward_s[block] - (self.saved_s[block] if self.saved_s else 0.0)
         return self.operations_s[block] if self.operations_s else 0.0
 
     def collective_s(self, instruction: Instruction) -> float:
@@ -88,7 +88,8 @@ class Costs:
 
     def of_message(self, message: Message) -> tuple[float, float]:
         """(Seconds that a message occupies its lane, its penalty), as `hops_s`."""
-        return hops_s(self.program.cluster, message.hops, message.coding_bytes)
+        kind = message.message_class, message.ranks is not None and message.ranks.gathers
+        return hops_s(self.program.cluster, message.hops, message.coding_bytes, *kind)
 
     def collective(self, instruction: Instruction) -> tuple[float, int, str, float]:
         """(Seconds, lane, wait category, penalty) of a collective instruction."""
@@ -96,11 +97,13 @@ class Costs:
         # Equal blocks send equal messages. CLIP and OUTER_COUNT have no block and depend on the program.
         own = (self.program.phase, self.program.exchange)
         alike = self.program.model.alike[block] if block >= 0 else own
-        key = (instruction.op, instruction.backward, instruction.secondary, instruction.in_gaps, alike)
+        first = not block and self.program.cluster.device.software.messages.exposed_ends
+        key = (instruction.op, instruction.backward, instruction.secondary, instruction.in_gaps, alike, first)
         found = self._collectives.get(key)
         if found is None:
             message = self.program.message(instruction)
             seconds, penalty = self.of_message(message)
+            penalty = 1.0 if first and message.message_class in OF_PASSES else penalty
             found = self._collectives[key] = seconds, message.lane, f"wait {instruction.message_class}", penalty
         return found
 
@@ -143,7 +146,10 @@ class Costs:
         # A message between stages is priced on the outermost tier that it crosses, plus coding and decoding.
         ((tier, num_bytes),) = message.sends
         link = self.links.get(instruction.peer, cluster)
-        return _with_coding(cluster, message.coding_bytes, [(send_s(link, tier, num_bytes), tier)])
+        sent = send_s(link, tier, num_bytes), tier_penalty(cluster, tier)
+        seconds, penalty = with_coding(cluster, message.coding_bytes, [sent])
+        alone = len(self.program.stage.chunks) == 1
+        return seconds, 1.0 if waits_for_sends(cluster, message.message_class, alone) else penalty
 
     def of_stage(
         self, program: "Program", update_s: tuple[float, ...], links: Mapping[int, Cluster] = MappingProxyType({})
@@ -211,22 +217,6 @@ class Costs:
         return {}
 
 
-def hops_s(cluster: Cluster, hops: Sequence[Hop], coding_bytes: float) -> tuple[float, float]:
-    """(Seconds of a message, its slow-down of compute averaged over its time on each tier), coding included."""
-    each = [(hop_s(cluster, hop.tier, hop.degree, hop.sent_bytes), hop.tier) for hop in hops]
-    return _with_coding(cluster, coding_bytes, each)
-
-
-def _with_coding(cluster: Cluster, coding_bytes: float, parts: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    # `parts` are (seconds, tier). Coding runs on the device itself, so the device's penalty applies to it.
-    total_s = coding_s(cluster, coding_bytes) if coding_bytes else 0.0
-    slowed_s = cluster.device.overlap_penalty * total_s
-    for seconds, tier in parts:
-        total_s += seconds
-        slowed_s += seconds * tier_penalty(cluster, tier)
-    return total_s, slowed_s / total_s if total_s else 0.0
-
-
 def step_costs(program: "Program", work: Work | Sequence[float]) -> Costs:
     """Prices of a program, from a rank's `Work` on a micro-batch or from each whole block's forward FLOPs.
 
@@ -253,7 +243,7 @@ def _from_work(program: "Program", work: Work) -> Costs:
             f"the work is of {work.rows} x {work.columns} tensor ranks (rows x columns), the plan's are "
             f"{program.model.tensor.rows.degree} x {program.model.tensor.columns.degree}: make them the same"
         )
-    known: dict[int, tuple[tuple[float, float, float], Rounds, RoutedSeconds]] = {}
+    known: dict[int, tuple[tuple[float, float, float, float], Rounds, RoutedSeconds]] = {}
     accumulate = program.num_micros > 1
     kinds = program.model.block_kinds
     for index, (kind, block) in enumerate(zip(kinds, program.blocks, strict=True)):
@@ -263,12 +253,15 @@ def _from_work(program: "Program", work: Work) -> Costs:
             # Frozen matrices get no gradient, but the gradient of the input still passes through them.
             weight_s = seconds.weight_s * trained_part(block, program.blocks)
             rounds = core_rounds(device, work_in(work, block, device.type))
-            known[kind] = (seconds.forward_s, seconds.input_s + weight_s, weight_s), rounds, routed
-    forward, backward, weight = ([known[kind][0][part] for kind in kinds] for part in range(3))
+            copied = copies_s(device, program.model.flats[index], plan.unit)
+            own = seconds.forward_s, seconds.input_s + weight_s, weight_s, seconds.saved_s
+            each = own[0] + copied[0], own[1] + copied[1], own[2], own[3] + copied[0]  # copied once in a forward
+            known[kind] = each, rounds, routed
+    forward, backward, weight, saved = ([known[kind][0][part] for kind in kinds] for part in range(4))
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
     each_rounds, each_routed = [known[kind][1] for kind in kinds], [known[kind][2] for kind in kinds]
     costs = _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_routed, in_chunks)
-    return replace(costs, operations_s=_operations_s(program, work))
+    return replace(costs, operations_s=_operations_s(program, work), saved_s=tuple(saved))
 
 
 def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:

@@ -26,7 +26,7 @@ from functools import lru_cache
 from itertools import chain
 
 from terrace.base.errors import PlanError
-from terrace.cluster.cluster import Cluster
+from terrace.cluster.cluster import Cluster, Device
 from terrace.model.attention_kernel import AttentionChoice
 from terrace.model.blocks import operations_of
 from terrace.model.operations import Operations
@@ -123,6 +123,7 @@ def footprint(
     if num_stages > 1:
         _add_edges(steady, plan, [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")], work, held)
     look_ups = look_ups_of(cluster, plan, [kinds.blocks[index] for index in held], sequence)
+    steady["grads"] = round(steady["grads"] * grads_share(cluster.device, plan.sums))
     _add_rows(steady, plan, look_ups, num_micros, backend)
     steady["batch"] = num_micros * (3 if documents else 2) * work.tokens * _TOKEN_BYTES
     steady["batch"] += (num_micros if documents else 1) * _mask_bytes(work, kinds.specs, backend)
@@ -146,11 +147,21 @@ def footprint(
                 running["grads_full"] = whole[1]
             candidates.append(steady | running)
     worst = max(candidates, key=lambda categories: sum(categories.values()))
-    # The context is outside the allocator.
-    tensors_bytes = sum(worst.values())
-    reserve_bytes = {"cuda": max(CUDA_PAGES_BYTES, int((CUDA_ALLOCATOR_FACTOR - 1) * tensors_bytes)), "cpu": 0}[backend]
-    context_bytes = {"cuda": CUDA_CONTEXT_BYTES, "cpu": CPU_CONTEXT_BYTES}[backend]
-    return worst | {"allocator": reserve_bytes, "context": context_bytes}
+    return worst | _beside_tensors(cluster.device, backend, sum(worst.values()), any(states.gathered))
+
+
+def _beside_tensors(device: Device, backend: Backend, tensors_bytes: int, gathers: bool) -> dict[str, int]:
+    """Bytes of the allocator and of the context, which is outside of it; `gathers`: parameters are gathered for use."""
+    if backend == "cpu":
+        return {"allocator": 0, "context": CPU_CONTEXT_BYTES}
+    factor = (gathers and device.software.gathering_allocator) or CUDA_ALLOCATOR_FACTOR
+    return {"allocator": max(CUDA_PAGES_BYTES, int((factor - 1) * tensors_bytes)), "context": CUDA_CONTEXT_BYTES}
+
+
+def grads_share(device: Device, sums: str) -> float:
+    """Bytes of the device's software for an accumulated gradient, over those of a sum in `sums`."""
+    own = FORMATS[sums].element_bytes
+    return (device.software.grad_bytes or own) / own
 
 
 def _add_rows(steady: dict[str, int], plan: Plan, look_ups: TableTraffic, num_micros: int, backend: str) -> None:
@@ -269,7 +280,8 @@ def work_of(
         compute=plan.compute,
         products=plan.products,
         codes_of_weights=plan.shares_scales,
-        flash=has_flash_attention(
+        flash=cluster.device.software.kernels.flash
+        and has_flash_attention(
             layer.core, sequence, plan.compute, backend or cluster.device.type, documents, attention
         ),
         documents=documents,

@@ -28,7 +28,7 @@ from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 from terrace.program.block_program.steps import Compute, ComputeKind, InBlockMessage, Moment, Send
 from terrace.program.instruction import Instruction
-from terrace.simulate.links import coding_s, exchange_tiers, hop_s, send_s, tier_penalty
+from terrace.simulate.links import coding_s, exchange_tiers, hop_s, is_exposed, send_s, tier_penalty
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
@@ -102,6 +102,8 @@ class InBlockPrices:
 
     def penalty(self, message: InBlockMessage) -> float:
         """Slow-down of overlapping compute as a share of the message's seconds."""
+        if is_exposed(self._cluster, message.message_class):
+            return 1.0
         # Tensor messages and exchanges over several tiers have the device's penalty.
         own_tier = -1 if isinstance(message, TensorMessage) else message.tier
         return self._cluster.device.overlap_penalty if own_tier < 0 else tier_penalty(self._cluster, own_tier)

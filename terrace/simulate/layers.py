@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from terrace.cluster.cluster import Device
+from terrace.cluster.software import OWN
 from terrace.model.loss_chunks import chunk_rows
 from terrace.model.operations import (
     Activation,
@@ -39,6 +40,7 @@ from terrace.model.operations import (
 from terrace.plan.recompute import operations_named
 from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
+from terrace.simulate.as_software import casts, core_more_s, layer_more_s, loss_passes_s, saved_s, scaled_s
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys, spread_kernel, work_in
 from terrace.simulate.mixture import LAYER_OPERATORS, Divided, Seconds, gate_seconds, launches, mixture_seconds
@@ -75,6 +77,7 @@ class BlockSeconds:
     input_s: float
     weight_s: float
     recompute_s: float = 0.0
+    saved_s: float = 0.0  # of the forward, that recomputing the whole block leaves out
 
     @property
     def backward_s(self) -> float:
@@ -117,17 +120,20 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
     forward_s, input_s, weight_s = _folded(device, work, accumulate)
     if divided is not None:
         forward_s, input_s, weight_s = _sum((forward_s, input_s, weight_s), divided[:3])
+    if device.software != OWN:
+        forward_s, input_s, weight_s = _sum((forward_s, input_s, weight_s), layer_more_s(device, work))
     if layer.core.heads:
         # A small layer is bound by kernel launches on the host.
-        host_s = device.kernels.host_layer_s * _launches(work, divided)
+        host_s = device.kernels.host_layer_s * _launches(device, work, divided)
         forward_s, input_s, weight_s = _host_bound(forward_s, input_s, weight_s, host_s)
+    saved = saved_s(device, work)
     if work.recompute != "full":
         recompute_s = operation_seconds(device, work, work.operations) if work.operations else 0.0
     else:
         # Look-ups are not computed again, and a loss runs in the backward alone.
         at_end = any(isinstance(operation, LookUp | Loss | Score) for operation in layer)
-        recompute_s = 0.0 if at_end else forward_s
-    return BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s, recompute_s=recompute_s)
+        recompute_s = 0.0 if at_end else forward_s - saved
+    return BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s, recompute_s=recompute_s, saved_s=saved)
 
 
 def _folded(device: Device, work: Work, accumulate: bool) -> Seconds:
@@ -155,10 +161,12 @@ def _host_bound(forward_s: float, input_s: float, weight_s: float, host_s: float
     return max(forward_s, host_s), input_s * slower, weight_s * slower
 
 
-def _launches(work: Work, divided: Divided | None) -> float:
+def _launches(device: Device, work: Work, divided: Divided | None) -> float:
     """Kernel launches of a layer relative to a dense layer without quantisation."""
     found = 1.0
-    if work.products is not None:
+    if work.products is not None and device.software.kernels.scales:
+        found += casts(device, joined(work.layer), work.layer) / LAYER_OPERATORS
+    elif work.products is not None:
         found = scaled_launches(matrices_of(work), LAYER_OPERATORS, work.products, work.codes_of_weights)
     if divided is not None:
         return found * divided.launches
@@ -201,6 +209,8 @@ def _products_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
     products = layer_products(work)
     if work.products is None:
         found = _gemms_seconds(device, products, work.compute)
+    elif device.software.kernels.scales:
+        found = scaled_s(device, work, joined(work.layer), products)
     else:
         recomputed, coded = work.recompute == "full", work.codes_of_weights
         found = scaled_seconds(
@@ -276,6 +286,7 @@ def operation_seconds(device: Device, work: Work, operations: tuple[str, ...]) -
         named = operations_named(work.layer, name)
         is_core = any(isinstance(operation, Core) for operation in named)
         found += _core(device, work, None, False)[0] if is_core else recompute_s(device, work, named)
+        found += core_more_s(device, work)[0] if is_core else 0.0
     return found
 
 
@@ -313,13 +324,14 @@ def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
     # Tensor ranks that do not keep their logits compute them again (terrace.runtime.tensor.loss).
     keeps_none = loss.beside > 0 or tokens > chunk_rows(words, device.type)
     recomputed_products_s = products[0] if work.tensor > 1 and keeps_none else 0.0
-    passes_s, more_s = memory_s(device, logits, 3), _accumulation_s(device, work, words * hidden, 1, accumulate)
+    own_s, more_s = memory_s(device, logits, 3), _accumulation_s(device, work, words * hidden, 1, accumulate)
+    passes_s, passes_back_s = loss_passes_s(device, work, tokens * words, own_s)
     beside_s = 0.0
     if loss.beside:
         # Another model's logits are computed with the student's, and again where these are; both are read as often.
-        beside_s = gemm_s(device, tokens, loss.beside, words, 1, work.compute) + 2 * passes_s
+        beside_s = gemm_s(device, tokens, loss.beside, words, 1, work.compute) + passes_s + passes_back_s
         recomputed_products_s *= 1 + loss.beside / hidden
-    return _sum(products, (passes_s + beside_s, passes_s + recomputed_products_s, more_s))
+    return _sum(products, (passes_s + beside_s, passes_back_s + recomputed_products_s, more_s))
 
 
 def _score(device: Device, work: Work, score: Score, accumulate: bool) -> Seconds:
@@ -353,7 +365,8 @@ def optimizer_s(device: Device, num_params_shard: float, rounding_bytes: float =
     44 bytes a parameter (fp32 master and moments with 16-bit parameters, norm and clipping included), the
     `rounding_bytes` of states in other formats, and the device's constant.
     """
-    return stream_s(device, (_OPTIMIZER_BYTES + rounding_bytes) * num_params_shard) + device.kernels.optimizer_s
+    own_bytes = device.software.kernels.optimizer_bytes or _OPTIMIZER_BYTES
+    return stream_s(device, (own_bytes + rounding_bytes) * num_params_shard) + device.kernels.optimizer_s
 
 
 def rounding_bytes(device: Device, master: str, states: str | None) -> float:

@@ -13,6 +13,7 @@ MEANINGS = {
     "--adapter": r"adapters alone",
     "--allow": r"messages of a class travel in a format",
     "--allow-rounding": r"messages of every class that can be rounded",
+    "--as": r"^software whose kernels",
     "--axes": r"^axes to search",
     "--base": r"base model's name",
     "--batch": r"^sequences (a step|of a batch)",

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.validation.software import ExposedCosts
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device, Tier
+from terrace.cluster.named_software import run_by
+from terrace.cluster.software import MessageForms, Software
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, forward_flops
 from terrace.plan.context_traffic import NO_ATTENTION
@@ -131,8 +132,9 @@ def test_waits_are_the_closed_form_and_the_messages_priced_one_by_one(mesh: Mesh
     assert (forward_s, backward_s) == pytest.approx(attention_waits(task.cluster, attention, rounds), rel=1e-9)
     assert program.model.context.attention(program.blocks[0]) == NO_ATTENTION
     assert costs.waits_inside(Instruction(Op.BACKWARD, 0)) == {}
-    alone = ExposedCosts.of(costs).waits_inside(Instruction(Op.BACKWARD, LAYER))
-    assert alone[MessageClass.CONTEXT] >= recomputed_s
+    waits = Software(name="waits", messages=MessageForms(exposed=frozenset(("context",))))
+    alone = step_costs(program_of(replace(task, cluster=run_by(task.cluster, waits)), candidate), work)
+    assert alone.waits_inside(Instruction(Op.BACKWARD, LAYER))[MessageClass.CONTEXT] >= recomputed_s
 
 
 @pytest.mark.parametrize("mesh", FORMS[:4])

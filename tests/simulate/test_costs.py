@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 from bench.validation.rows import gpt
-from bench.validation.software import with_dropout
 from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Device, Kernels
 from terrace.cluster.presets import load_cluster, preset_names
+from terrace.cluster.software import KernelForms, Software
 from terrace.comm.pace import UNPACED
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, forward_flops, hardware_flops, model_flops
@@ -95,7 +95,11 @@ def test_passes_of_a_gpt_layer_are_the_known_bytes(tensor: int) -> None:
     element = 512 * 1024 / 2.039e12
     assert seconds.forward_s - core[0] - products == pytest.approx((20 + 28 / tensor) * element)
     assert seconds.input_s - core[1] - products == pytest.approx((36 + 50 / tensor) * element)
-    dropped, scores_s = with_dropout(seconds, MEMORY_ONLY, work), 5 * 16 / tensor * 512 * 512 / 2.039e12
+    software = Software(name="drops", kernels=KernelForms(flash=False, dropout=True))
+    dropped, scores_s = (
+        block_seconds(replace(MEMORY_ONLY, software=software), work),
+        5 * 16 / tensor * 512 * 512 / 2.039e12,
+    )
     assert dropped.forward_s - core[0] - products - scores_s == pytest.approx((22 + 28 / tensor) * element)
     assert dropped.input_s - core[1] - products - scores_s == pytest.approx((38 + 50 / tensor) * element)
 

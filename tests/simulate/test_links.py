@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.validation.bandwidth import nested, ring_s
-from bench.validation.software import gather_s
+from bench.validation.bandwidth import gather_s, nested, ring_s
 from terrace.base.errors import ClusterError
 from terrace.cluster.cluster import Cluster, Device, Tier
 from terrace.cluster.presets import load_cluster
@@ -17,6 +16,7 @@ from terrace.simulate.links import (
     rate_bytes_per_s,
     send_s,
 )
+from terrace.simulate.links import ring_s as one_ring_s
 
 DEVICE = Device(name="device", memory_bytes=1e9, memory_bandwidth_bytes_per_s=1e12, peak_flops_per_s={"bf16": 1e12})
 
@@ -104,3 +104,17 @@ def test_nested_groups() -> None:
     assert nested(frontier, 2, 8) == (1, 4, 2)
     assert nested(frontier, 4, 8) == (1, 2, 4)
     assert nested(frontier, 8, 8) == (1, 1, 8)
+
+
+def test_a_ring_over_all_devices_by_hand() -> None:
+    """Two nodes of 8: 14 steps inside and one between, at the rate of NVLink or of 8 adapters, whichever is lower."""
+    cluster = load_cluster("dgx-h100").resized(2)
+    inside, between = (replace(tier, half_bytes=0.0) for tier in cluster.tiers)
+    cluster = replace(cluster, tiers=(inside, between))
+    size = 1e15  # so large that steps take no part of it
+    links = [inside.bandwidth_bytes_per_s * inside.efficiency, 8 * between.bandwidth_bytes_per_s * between.efficiency]
+    assert one_ring_s(cluster, (8, 2), size) == pytest.approx(15 / 16 * size / min(links))
+    alone_s = one_ring_s(cluster, (8, 2), 1e-3)
+    steps_s = 14 * inside.latency_s + between.latency_s
+    assert alone_s == pytest.approx(steps_s + cluster.device.kernels.launch_s, rel=1e-3)
+    assert one_ring_s(cluster, (1, 1), size) == one_ring_s(cluster, (8, 2), 0.0) == 0.0
