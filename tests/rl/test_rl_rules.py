@@ -60,7 +60,7 @@ def test_every_plan_of_every_role_is_checked_before_a_process(role: str, plan: d
 def test_updates_in_the_backward_need_the_settings_of_the_roles_that_learn() -> None:
     """Those of a role that only scores are not refused for a norm that nobody clips."""
     keep = {"optimizer": "disk", "update": "host", "order": "backward"}
-    table = {"algorithm": {"name": "ppo"}, "pool": POOLS, "plans": dict.fromkeys(PLANS, {**FLAT, "keep": keep})}
+    table = {"algorithm": {"name": "ppo"}, "pool": POOLS, "plans": {key: {**FLAT, "keep": keep} for key in PLANS}}
     with pytest.raises(PlanError, match=r"role actor: keep\.order = 'backward' with optimizer\.clip = 1: a clipped"):
         check_roles(config_of(table))
     config = config_of({**table, "optimizer": {"clip": 0.0}})
