@@ -16,6 +16,7 @@ from terrace.launch.start import LocalPool, World
 from terrace.plan.keep import Keep
 from terrace.plan.wire import MessageClass
 from terrace.runtime.settings import OptimizerConfig
+from terrace.runtime.tracing import Tracer
 from tests.support.checkpoints import contents, differing, make, train
 from tests.support.kept import OPTIMIZERS
 from tests.support.nightly import nightly
@@ -87,6 +88,7 @@ BY_NIGHT: dict[str, tuple[tuple[int, ...], Case, Keep]] = {
     "lsp": ((2,), case_of("zero2", (2,), optimizer=OPTIMIZERS["lsp"]), ON_DISK),
     "fp16": ((2,), case_of("zero1", (2,), compute="fp16", master="fp32"), ON_DISK),
     "zbv": ((2, 2), case_of("zero1", (2, 2), DEEP, schedule="zbv", **STAGES), ON_DISK),
+    "the rest on the cores": ((2,), case_of("zero1", (2,)), replace(ON_CORES, table="device")),
     "in the backward": (
         (2,),
         case_of("zero3", (2,), optimizer=replace(OPTIMIZERS["adamw"], clip=0.0)),
@@ -133,6 +135,27 @@ def test_bytes_are_those_of_the_pages_that_ids_touch(pool: LocalPool) -> None:
     pages = [{each // page_rows for micro in step for each in micro} for step in ids]
     assert any(len(each) > 1 for each in pages)
     assert moved == [4096 * sum(map(len, pages))] * 2
+
+
+def traced(world: World, case: Case) -> list[tuple[str, str]]:
+    """Lane and category of each span of the second of two traced steps."""
+    engine = engine_of(world, cluster_of(1), case)
+    tracer = Tracer(engine)
+    for step in range(2):
+        with tracer.step():
+            engine.step(case.batches(engine, case, step), case.optimizer.lr)
+    engine.drain()
+    recording = tracer.recordings()[-1]
+    engine.close()
+    return [(recording.lane_name(span.lane), span.category) for span in recording.spans[recording.first :]]
+
+
+def test_a_traced_step_has_the_lane_of_the_rows(pool: LocalPool) -> None:
+    _, case, keep = ALL["one rank"]
+    (spans,) = pool.run(1, traced, replace(case, plan=replace(case.plan, keep=keep)), timeout_s=60.0)
+    assert spans.count(("disk", "row_read")) in (1, 2)  # the second micro-batch may need no further page
+    assert spans.count(("disk", "row_write")) == 1
+    assert ("compute", "wait row_read") in spans
 
 
 def went_on(world: World, folder: Path) -> tuple[list[list[float]], list[list[str]]]:
