@@ -11,7 +11,7 @@ from typing import Any
 from terrace.base.errors import DataError
 from terrace.data.files import find_data
 from terrace.data.records import records
-from terrace.data.row_forms import CHAT_COLUMNS, PAIR_COLUMNS, chat_form, is_pair
+from terrace.data.row_forms import CHAT_COLUMNS, PAIR_COLUMNS, SPELLED, chat_form, is_pair
 from terrace.data.sources import STDLIB, Format
 
 _MOST_BYTES = 1 << 24  # of a first line; a longer one is hardly a conversation
@@ -50,13 +50,17 @@ def with_formats(data: Any, *, on_pairs: bool = False) -> Any:
 
 
 def record_words(path: str | Path, split: str, chosen: Format) -> str:
-    """How conversations or preferences are read, by the first record; "" for text."""
-    if chosen == "text":
-        return ""
+    """How conversations or preferences are read, by the first record, or what texts leave out; "" for other texts."""
     if chosen == "pairs":
         return "preferences: 'chosen' and 'rejected'"
-    form = chat_form(first_record(path, split))
-    return "" if form is None else f"conversations: {form.words()}"
+    first = first_record(path, split)
+    form = chat_form(first)
+    if chosen == "chat":
+        return "" if form is None else f"conversations: {form.words()}"
+    # A text beside a conversation is most often the conversation in somebody's template.
+    if form in (None, SPELLED) or not isinstance(first.get("text"), str):
+        return ""
+    return f"text, by its key 'text'; with data.format = \"chat\" as conversations: {form.words()}"
 
 
 def first_record(path: str | Path, split: str = "") -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from terrace.data.forms import Form
 
 PIECE_CHARACTERS = 1 << 20  # a tokenizer needs some hundred bytes a character, so this bounds memory
 LINE_PIECE_CHARACTERS = 1 << 16  # of a line that is longer
+_TURNS = ("messages", "conversations", "conversation")  # keys of conversations: terrace.data.row_forms
 _NAMED_KEYS = 8  # enough to see what a record is
 
 
@@ -81,6 +82,13 @@ def shown_keys(there: Iterable[object]) -> str:
 
 def missing_column(where: str, column: str, there: Iterable[str]) -> DataError:
     """Error for a record, or a file of records, without `column`."""
+    there = list(there)
+    turns = next((key for key in _TURNS if key in there), "") if column == "text" else ""
+    if turns:
+        return DataError(
+            f"{where} is a conversation by its key {turns!r}, and texts are read: keep one kind in a file, or set "
+            'data.format = "chat" where every record has such a key'
+        )
     return DataError(
         f"{where} has no key {column!r} (keys: {shown_keys(there)}); name the key with --data.column NAME, or, of one "
         "source of a data.mixture, with a column of its own"

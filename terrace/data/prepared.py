@@ -79,7 +79,7 @@ def _tokens(spec: SourceSpec, data: DataConfig, tokenizer: Tokenizer, progress: 
     if not is_indexed(spec.path) and (words := find_data(spec.path, spec.split).words):
         progress(words)
     # Said, since a record may have several forms, and its format may not have been named.
-    if words := record_words(spec.path, spec.split, spec.format):
+    if spec.column == "text" and (words := record_words(spec.path, spec.split, spec.format)):
         progress(f"{spec.name} is taken as {words}")
     if spec.format == "chat":
         return prepare_chat(spec.path, tokenizer, data.tokenizer, data.chat_template, data.cache, spec.split, progress)

@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from terrace.base.errors import DataError
 from terrace.cli import eval as evaluation
 from terrace.data.found_format import first_record, found_format, with_formats
 from terrace.data.prepared import prepare_sources
@@ -41,6 +42,38 @@ def test_conversations_are_taken_as_such_and_said(tmp_path: Path, row: dict[str,
     assert lines == [f"{path} is taken as conversations: {words}"]
     said = source.tokens.open()[source.tokens.open_mask() == 1]
     assert bytes(said.tolist()).decode() in ("blue<|im_end|>\n", "2<|im_end|>\n")
+
+
+def test_a_text_that_is_a_conversation_as_well_is_said(tmp_path: Path) -> None:
+    lines = list[str]()
+    for name, more in (("a", {"messages": TALK}), ("b", ALPACA), ("c", {"id": 3}), ("d", {"text": "### Human: sky"})):
+        path = str(write_lines(tmp_path / f"{name}.jsonl", [{"text": "a long text of ours"} | more]))
+        run = resolve(None, {"data": path}, {"data": {"cache": str(tmp_path / "cache")}})
+        assert [spec.format for spec in run.data.sources()] == ["text"]
+        prepare_sources(run.data, ByteTokenizer(), 4, lines.append)
+    assert [line.partition(" is taken as ")[2] for line in lines] == [
+        "text, by its key 'text'; with data.format = \"chat\" as conversations: 'messages'",
+        "text, by its key 'text'; with data.format = \"chat\" as conversations: 'instruction' and 'output' (Alpaca)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"messages": TALK}, {"text": "a"}], r"a.jsonl:2 has no form of a conversation \(keys: 'text'\)"),
+        ([ALPACA, {"body": "a"}], r"a.jsonl:2 has no form of a conversation \(keys: 'body'\)"),
+        ([{"text": "a"}, {"messages": TALK}], r"a.jsonl:2 is a conversation by its key 'messages', and texts are read"),
+        ([{"text": "a"}, SHARED], r"a.jsonl:2 is a conversation by its key 'conversations', .*keep one kind"),
+    ],
+)
+def test_a_file_of_two_kinds_is_refused_by_its_row(tmp_path: Path, rows: list[dict[str, Any]], said: str) -> None:
+    pytest.importorskip("jinja2")
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    (tmp_path / "chat.jinja").write_text(CHATML)
+    template = {"chat_template": str(tmp_path / "chat.jinja")} if "text" not in rows[0] else {}
+    run = resolve(None, {"data": str(path)}, {"data": {"cache": str(tmp_path / "cache"), **template}})
+    with pytest.raises(DataError, match=said):
+        prepare_sources(run.data, ByteTokenizer(), 128)
 
 
 @pytest.mark.parametrize(
