@@ -7,11 +7,12 @@ not wait for them. Hidden messages slow compute (`Tier.overlap_penalty`); withou
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from terrace.plan.wire import MessageClass
 from terrace.program.instruction import PASSES
 from terrace.program.recording import COMPUTE, Recording, Span
 from terrace.simulate.critical import INSIDE, span_shares
 from terrace.simulate.inside import inside_seconds
-from terrace.simulate.links import tier_penalty
+from terrace.simulate.links import is_exposed, tier_penalty
 from terrace.simulate.stages import record_stage
 from terrace.simulate.step import WHOLE_PASSES_ALONE, Prediction, play_whole
 
@@ -57,8 +58,10 @@ def _recording(predicted: Prediction) -> Recording:
 def _on_lanes(recording: Recording, tier: int) -> float:
     computing = [each for each in _visible(recording) if each.lane == COMPUTE and not each.category.startswith("wait ")]
     lanes: dict[int, list[Span]] = {}
+    cluster, gathers = recording.program.cluster, recording.program.layout.gathers
     for span in _visible(recording):
-        if span.lane != COMPUTE:
+        # Computing beside a message that the software waits for has taken all of its time already.
+        if span.lane != COMPUTE and not is_exposed(cluster, MessageClass(span.category), gathers):
             lanes.setdefault(span.lane, []).append(span)
     return sum(
         span_shares(recording.program, span).get(tier, 0.0) * seconds

@@ -25,6 +25,7 @@ from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task
 from terrace.simulate.footprint import footprint, work_of
+from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.kernels import gemm_s, memory_s
 from terrace.simulate.layers import seconds_of
 from terrace.simulate.step import Step, predict_step
@@ -159,6 +160,16 @@ def test_what_is_waited_for_adds_to_the_step(name: str, message: str) -> None:
     assert step_s(run_by(H100, waits), plan_on(H100, "zero1", mapping=TENSOR)) >= step_s(
         H100, plan_on(H100, "zero1", mapping=TENSOR)
     )
+
+
+def test_messages_that_are_waited_for_are_not_said_to_be_hidden() -> None:
+    waits = Software(name="waits", messages=MessageForms(exposed=frozenset(("sync", "refresh"))))
+    found = []
+    for cluster in (H100, run_by(H100, waits)):
+        hidden = hidden_between_nodes(predict_step(step_on(cluster, plan_on(cluster, "zero1"))))
+        assert hidden is not None
+        found.append(hidden.hidden_s)
+    assert found[0] > found[1] == 0.0
 
 
 def test_messages_of_a_bucket_share_the_latency_of_a_ring() -> None:
