@@ -6,6 +6,7 @@ Everything is placed on a tier, and a training step is a program that can be rea
 TYPE_CHECKING = False  # typing's own costs half of the start of `terrace --help`
 
 if TYPE_CHECKING:
+    from terrace.model.decoder import token_loss as token_loss
     from terrace.model.hf.blocks import blocks_of as blocks_of
     from terrace.model.hf.declared import Declaration as Declaration
     from terrace.train.trainer import Trainer as Trainer
@@ -16,7 +17,13 @@ _LAZY = {
     "Trainer": "terrace.train.trainer",
     "blocks_of": "terrace.model.hf.blocks",
     "Declaration": "terrace.model.hf.declared",
+    "token_loss": "terrace.model.decoder",
 }
+__all__ = ["Declaration", "Trainer", "__version__", "blocks_of", "token_loss"]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> object:

@@ -168,8 +168,10 @@ def read_plan(
     return replace(found, compute=compute, master=master)  # type: ignore[arg-type]
 
 
-def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | None, lr: float) -> OptimizerConfig:
-    """Resolves `optimizer`, a value or a table, with learning rate `lr`. Raises `ConfigError`."""
+def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | str | None, lr: float) -> OptimizerConfig:
+    """Resolves `optimizer`, a value, a table or a name, with learning rate `lr`. Raises `ConfigError`."""
+    if isinstance(optimizer, str):
+        optimizer = {"name": optimizer}
     if isinstance(optimizer, OptimizerConfig):
         return replace(optimizer, lr=lr)
     if optimizer is not None and "lr" in optimizer:

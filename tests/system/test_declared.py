@@ -14,7 +14,16 @@ from terrace.base.errors import ModelError, TerraceError
 from terrace.launch.start import LocalPool, World
 from terrace.model.attention_plans import DeclaredAttention
 from terrace.model.hf import declared as declarations
-from tests.support.declared_models import DIMS, Declared, alone, declaration_of, model_of, train_on_ranks, trained
+from tests.support.declared_models import (
+    DIMS,
+    MODELS,
+    Declared,
+    alone,
+    declaration_of,
+    model_of,
+    train_on_ranks,
+    trained,
+)
 from tests.support.families import TOKENS, transformers
 from tests.support.nightly import nightly
 from tests.support.toys import cluster_of
@@ -177,3 +186,36 @@ def test_plans_that_declared_blocks_cannot_have_are_refused(pool: LocalPool) -> 
     for said in pool.run(2, columns, timeout_s=120.0):
         assert "columns = 2 would cut the residual stream of declared blocks" in said
         assert "labels of shape (4, 12), but the tensor axis has messages for (1, 12): set plan.micro_batch" in said
+
+
+_DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_known_family_declares_itself(name: str) -> None:
+    """The dims of each parameter are those of a declaration by hand."""
+    model, by_hand = model_of(name), declaration_of(name)
+    found = terrace.Declaration.of(model)
+    assert (found.heads, found.kv_heads) == (by_hand.heads, by_hand.kv_heads)
+    for parameter, value in model.named_parameters():
+        shape = tuple(value.shape)
+        assert found.dims_of(parameter, shape) == by_hand.dims_of(parameter, shape), parameter
+    assert all(block.declared is not None for block in terrace.blocks_of(model, found))
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (
+            {"model_type": "gpt2", "n_embd": 24, "n_head": 4, "n_layer": 2, "vocab_size": 61}
+            | dict.fromkeys(_DROPOUT, 0.0),
+            "is transposed",
+        ),
+        ({**MODELS["llama"], "model_type": "phi3", "pad_token_id": None}, "holds several projections or experts"),
+        ({"model_type": "opt", "vocab_size": 61, "hidden_size": 24, "num_attention_heads": 4}, "'opt'"),
+    ],
+)
+def test_a_family_whose_tensors_have_no_dims_of_their_own_is_refused(table: dict[str, Any], said: str) -> None:
+    config = transformers.AutoConfig.for_model(**table)
+    with pytest.raises(ModelError, match=said):
+        terrace.Declaration.of(transformers.AutoModelForCausalLM.from_config(config))

@@ -4,12 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
-from terrace.base.errors import PlanError
+import terrace
+from terrace.base.errors import ConfigError, PlanError
 from terrace.model.blocks import block_specs
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
-from terrace.train.joining import resolved_plan
+from terrace.train.joining import read_cluster, read_optimizer, read_plan, resolved_plan
 from tests.support.mixtures import mixture
 from tests.support.toys import cluster_of
 
@@ -38,3 +40,15 @@ def test_shares_that_a_command_would_find_are_refused_in_words_of_their_own() ->
     for activation in (None, (16, 64)):
         with pytest.raises(PlanError, match='expert_gaps = "auto" is for commands: give a Trainer the shares'):
             resolved(activation, expert_gaps="auto")
+
+
+def test_python_names_are_those_of_the_command_line() -> None:
+    """Names of optimizers are taken; plans of other trainers are answered, and what a user needs is listed."""
+    assert read_optimizer("muon", 1e-3) == read_optimizer({"name": "muon"}, 1e-3)
+    with pytest.raises(ConfigError, match=r"optimizer\.name = 'moun' .*did you mean 'muon'"):
+        read_optimizer("moun", 1e-3)
+    with pytest.raises(PlanError, match="no plan preset or file 'fsdp'; did you mean 'zero3'"):
+        read_plan("fsdp", read_cluster("local", 1, ()), {torch.float32})
+    assert set(terrace.__all__) <= set(dir(terrace))
+    for name in terrace.__all__:
+        assert getattr(terrace, name) is not None

@@ -11,9 +11,11 @@ modules by which a tensor axis replaces them, and blocks with terrace.model.atte
 import copy
 import fnmatch
 import importlib
+import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +23,9 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, did_you_mean
 from terrace.model.attention_plans import DeclaredAttention
+from terrace.model.blocks import block_specs
+from terrace.model.config import parse_model
+from terrace.model.hf.names import sources
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 
@@ -57,7 +62,28 @@ class Declaration:
                         f"{did_you_mean(name, (_HEADS, _KV_HEADS, *_COUNTED))}"
                     )
 
-    def of(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
+    @classmethod
+    def of(cls, model: nn.Module) -> "Declaration":
+        """The declaration of a `transformers` model of a family that `terrace train --model` reads, from its config.
+
+        Raises `ModelError` for another family, and for one whose tensors hold several projections or experts.
+        """
+        config = parse_model(json.loads(cast(Any, model).config.to_json_string()))
+        stored, dims = sources(config), dict[str, Sequence[str]]()
+        for block in block_specs(config):
+            for param in block.params:
+                source = stored[block.name, param.name]
+                if source.parts or source.transposed or source.num_stacked:
+                    raise ModelError(
+                        f"{source.name} of {config.family} holds several projections or experts, or is transposed, and "
+                        "a declaration names whole dims: train it with terrace train --model FOLDER"
+                    )
+                # One pattern for all layers, which have the same names.
+                pattern = re.sub(r"\.\d+\.", ".*.", source.name)
+                dims[pattern] = tuple("hidden" if counted == "features" else counted for counted, _ in param.dims)
+        return cls(heads=config.num_heads, kv_heads=config.num_kv_heads, dims=dims)
+
+    def dims_of(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
         """(quantity, units) of each dim of the parameter `name`. Raises `ModelError` unless one pattern fits."""
         fitting = [pattern for pattern in self.dims if fnmatch.fnmatchcase(name, pattern)]
         if len(fitting) != 1:
@@ -99,7 +125,7 @@ def declared_specs(blocks: Sequence[nn.Module], declaration: Declaration) -> tup
             (name, param) for name, param in block.named_parameters() if owners.setdefault(id(param), index) == index
         ]
         params = tuple(
-            ParamSpec(name=name, shape=tuple(param.shape), dims=declaration.of(names[name], tuple(param.shape)))
+            ParamSpec(name=name, shape=tuple(param.shape), dims=declaration.dims_of(names[name], tuple(param.shape)))
             for name, param in own
         )
         specs.append(BlockSpec(name=str(block.block_name), params=params))
