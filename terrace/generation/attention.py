@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from terrace.generation.pages import PagePool, Span, slots_of
-from terrace.model.attention import Capped, MaskPlan, additive_mask, attend, plain_products
+from terrace.model.attention import NO_SINKS, Capped, MaskPlan, additive_mask, plain_products
 from terrace.model.attention_plans import AttentionPlans, Queries
+from terrace.model.sinks import attend
 
 # Largest number of key elements per layer of a sequence that joins a batched decode call. One call costs about 20 us of
 # overhead on an AVX-512 core, enough time to copy this many elements.
@@ -100,10 +101,10 @@ class PagedLayer:
     def __init__(self, pool: PagePool, layer: int, window: int) -> None:
         self._pool, self._layer, self.window = pool, layer, window
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, sinks: Tensor = NO_SINKS) -> Tensor:
         """Store key and value (1, K, T, D) of the step's tokens and return the attention output for `query`.
 
-        Query and output are (1, N, T, D).
+        Query and output are (1, N, T, D), `sinks` (N).
         """
         pool, layer, passing = self._pool, self._layer, self.passing
         queries = query.transpose(1, 2)  # (1, T, N, D), as it lies in memory
@@ -112,11 +113,11 @@ class PagedLayer:
         out = torch.empty_like(queries)
         if fresh := passing.num_fresh:
             own_keys, own_values = key[:, :, :fresh], value[:, :, :fresh]
-            out[:, :fresh] = attend(query[:, :, :fresh], own_keys, own_values, passing.plan).transpose(1, 2)
+            out[:, :fresh] = attend(query[:, :, :fresh], own_keys, own_values, passing.plan, sinks).transpose(1, 2)
         for index, begin, end, mask in passing.parts:
             keys, values = _both(pool.view(layer, index))
             own_plan = Capped(mask, passing.cap) if passing.cap else mask
-            mixed = attend(query[:, :, begin:end], keys.unsqueeze(0), values.unsqueeze(0), own_plan)
+            mixed = attend(query[:, :, begin:end], keys.unsqueeze(0), values.unsqueeze(0), own_plan, sinks)
             out[:, begin:end] = mixed.transpose(1, 2)
         heads = key.shape[1], query.shape[1] // key.shape[1], key.shape[3]  # K, N / K, D
         for group in passing.together:
@@ -126,7 +127,7 @@ class PagedLayer:
                 for part in _both(pool.gather(layer, group.slots))
             )  # (B, K, L, D)
             grouped = queries[0].index_select(0, group.rows).view(num, *heads)
-            mixed = _all_seen(grouped, keys, values, group.mask, passing.cap)
+            mixed = _all_seen(grouped, keys, values, group.mask, passing.cap, sinks)
             out[0].index_copy_(0, group.rows, mixed.flatten(1, 2))
         if passing.alone:
             rows = torch.split(queries.reshape(-1, *heads), 1)  # (1, K, N / K, D) each
@@ -134,7 +135,8 @@ class PagedLayer:
             for index, row in passing.alone:
                 keys, values = (part[:, -self.window or None :] for part in _both(pool.view(layer, index)))
                 # Four dims: with three, torch takes its slow path on a CPU.
-                mixed_rows.append(_all_seen(rows[row], keys.unsqueeze(0), values.unsqueeze(0), None, passing.cap))
+                own = keys.unsqueeze(0), values.unsqueeze(0)
+                mixed_rows.append(_all_seen(rows[row], *own, None, passing.cap, sinks))
             out[0].index_copy_(0, passing.rows_alone, torch.cat(mixed_rows).flatten(1, 2))
         return out.transpose(1, 2)
 
@@ -143,13 +145,14 @@ def _both(stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return stored[0], stored[-1]
 
 
-def _all_seen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float) -> Tensor:
-    # Non-causal attention under an optional mask; keys have as many heads as queries.
-    if not cap:
+def _all_seen(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, cap: float, sinks: Tensor) -> Tensor:
+    # Non-causal attention under an optional mask; query heads (B, K, N / K, D) stand as queries of their keys' head.
+    if not cap and not len(sinks):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     if mask is None:
-        mask = query.new_zeros(query.shape[2], key.shape[2])
-    return plain_products(query, key, value, mask, cap)
+        mask = query.new_zeros(1, key.shape[2])
+    # One query of each head, since sinks are counted by head.
+    return plain_products(query.flatten(1, 2).unsqueeze(2), key, value, mask, cap, sinks).view_as(query)
 
 
 def _kind(span: Span) -> int:

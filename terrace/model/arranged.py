@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from terrace.model.decoder import Head
 from terrace.model.experts.gates import Choice
 from terrace.model.experts.mixture import Mixture
-from terrace.model.grouped import Order, collect, products, spread
+from terrace.model.grouped import Order, add_biases, collect, products, spread
 from terrace.model.layers import MLP, Attention
 
 # Products of the same input, which are faster when joined.
@@ -65,7 +65,8 @@ class ColumnsExperts(nn.Module):
         joined = [mixture.gate.weight, mixture.up.weight]
         self.entering = torch.cat([each.detach().transpose(1, 2) for each in joined], 2)  # (E, H, 2 I)
         self.leaving = mixture.down.weight.detach().transpose(1, 2).contiguous()  # (E, I, H)
-        self._activation = mixture.activation
+        self._biases = mixture.gate.bias, mixture.up.bias, mixture.down.bias
+        self._gated = mixture.gated
 
     def forward(self, tokens: Tensor, choice: Choice) -> Tensor:
         """The weighted sum (T, H) of the chosen experts' outputs for tokens (T, H)."""
@@ -74,8 +75,13 @@ class ColumnsExperts(nn.Module):
         order = Order.of(choice.experts, len(self.entering), is_whole=choice.is_whole)
         gate, up = products(spread(tokens, order), self.entering, order.counts, transposed=True).chunk(2, -1)
         weights = choice.weights.flatten().index_select(0, order.choices).unsqueeze(-1)
-        inner = self._activation(gate) * up * weights
-        return collect(products(inner, self.leaving, order.counts, transposed=True), order)
+        of_gate, of_up, of_down = self._biases
+        gate, up = self._with_bias(gate, of_gate, order), self._with_bias(up, of_up, order)
+        out = products(self._gated(gate, up) * weights, self.leaving, order.counts, transposed=True)
+        return collect(self._with_bias(out, of_down, order, weights.squeeze(-1)), order)
+
+    def _with_bias(self, y: Tensor, bias: Tensor | None, order: Order, weights: Tensor | None = None) -> Tensor:
+        return y if bias is None else add_biases(y, bias, order.counts, weights)
 
     def _of_one(self, token: Tensor, choice: Choice) -> Tensor:
         # For one token, sorting by expert costs more than it saves.
@@ -84,8 +90,11 @@ class ColumnsExperts(nn.Module):
         for row, expert in enumerate(experts):
             torch.mm(token, self.entering[expert], out=both[row : row + 1])
         gate, up = both.chunk(2, -1)
-        inner = self._activation(gate) * up * choice.weights.t()  # (k, I)
-        out = torch.zeros_like(token)
+        of_gate, of_up, of_down = self._biases
+        if of_gate is not None and of_up is not None:
+            gate, up = gate + of_gate[choice.experts[0]], up + of_up[choice.experts[0]]
+        inner = self._gated(gate, up) * choice.weights.t()  # (k, I)
+        out = torch.zeros_like(token) if of_down is None else choice.weights @ of_down[choice.experts[0]]
         for row, expert in enumerate(experts):
             out.addmm_(inner[row : row + 1], self.leaving[expert])
         return out

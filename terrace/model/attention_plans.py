@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ConfigError, ModelError, first_line
 from terrace.model import attention
 from terrace.model.attention import (
+    NO_SINKS,
     Capped,
     Declared,
     MaskPieces,
@@ -24,7 +25,6 @@ from terrace.model.attention import (
     PerLength,
     PerMicroBatch,
     PlannedAttention,
-    attend,
     document_begins,
     first_keys,
     on_host,
@@ -39,6 +39,7 @@ from terrace.model.attention_kernel import (
 )
 from terrace.model.config import ModelConfig
 from terrace.model.fused_attention import BlockMasked, Documents
+from terrace.model.sinks import attend
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 _WORDS = {
@@ -72,15 +73,15 @@ class Refusable:
     plan: MaskPlan
     instead: Callable[[Exception], MaskPlan]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention output (B, N, S, D) of query over key and value (B, K, S, D)."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS) -> Tensor:
+        """Attention output (B, N, S, D) of query over key and value (B, K, S, D), with `sinks` (N)."""
         try:
-            return attend(query, key, value, self.plan)
+            return attend(query, key, value, self.plan, sinks)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # anything that a loader, a compiler or a kernel raises
             self.plan = self.instead(error)
-            return attend(query, key, value, self.plan)
+            return attend(query, key, value, self.plan, sinks)
 
 
 class AttentionPlans:

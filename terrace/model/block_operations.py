@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 
 from terrace.model.config import ModelConfig
+from terrace.model.hf.keys import CLAMPED
 from terrace.model.operations import (
     INPUT,
     OUTPUT,
@@ -169,6 +170,7 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
         value_dim=size,
         window=config.sliding_window,
         cap=config.scales.attention_cap,
+        sinks="attention.sinks" if config.sinks else "",
     )
     holds = (enter.target.name, *ready)
     yield Product("attention output", (mixed,), (target,), "attention.output", bias, holds=holds)
@@ -259,12 +261,12 @@ def _mixture(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Op
     hidden, inner = source.features, Dim("expert_intermediate", experts.intermediate_size)
     rows, results = (Tensor(name, hidden, Tokens.ROWS) for name in ("rows", "expert outputs"))
     gate, up, product = (Tensor(name, inner, Tokens.ROWS) for name in ("gate", "up", "product"))
-    number = experts.num_experts
+    number, bias = experts.num_experts, experts.has_biases
     each = (
-        Product("gate", (rows,), (gate,), "mlp.gate", group="experts", stack=number),
-        Product("up", (rows,), (up,), "mlp.up", group="experts", stack=number),
-        Activation("activation", (gate, up), (product,), config.activation),
-        Product("down", (product,), (results,), "mlp.down", stack=number),
+        Product("gate", (rows,), (gate,), "mlp.gate", bias, group="experts", stack=number),
+        Product("up", (rows,), (up,), "mlp.up", bias, group="experts", stack=number),
+        Activation("activation", (gate, up), (product,), config.activation, config.activation == CLAMPED),
+        Product("down", (product,), (results,), "mlp.down", bias, stack=number),
     )
     shared: tuple[Operation, ...] = ()
     shared_gate: tuple[Product, ...] = ()

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from terrace.model.attention import MaskPlan
+from terrace.model.attention import NO_SINKS, MaskPlan
 
 
 class LayerCache(Protocol):
@@ -20,9 +20,9 @@ class LayerCache(Protocol):
         """Whether the cache does the masking itself, so that no mask plan is needed."""
         ...
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, sinks: Tensor = NO_SINKS) -> Tensor:
         """Store key and value (B, K, S, D) of the new tokens and return their attention output.
 
-        Query and output are (B, N, S, D); attention includes the cached tokens.
+        Query and output are (B, N, S, D); attention includes the cached tokens and `sinks` (N).
         """
         ...

@@ -14,7 +14,7 @@ from terrace.base.hashing import hashed_once
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
-from terrace.model.hf.keys import ACTIVATIONS
+from terrace.model.hf.keys import ACTIVATIONS, CLAMPED
 from terrace.model.hf.latent import KEYS as LATENT_KEYS
 from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.latent import Latent
@@ -55,6 +55,7 @@ class ModelConfig:
     qk_norm: bool = False  # an rms norm over every head of query and key, before RoPE
     whole_qk_norm: bool = False  # the same over all heads as one
     norms: Literal["before", "after", "both"] = "before"  # of attention and MLP: on their input, on their output
+    sinks: bool = False  # attention has a learned logit per head (terrace.model.sinks)
     norm_offset: bool = False  # rms norms multiply by 1 + weight
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0  # a position sees itself and the window - 1 before it; 0: all before it
@@ -91,7 +92,7 @@ class ModelConfig:
             raise ModelError(f"{names['init_std']} = {self.init_std} must be positive and below 1e3")
         if self.norm not in ("rms", "layer"):
             raise ModelError(f"norm = {self.norm!r} is not implemented: use 'rms' or 'layer'")
-        if self.activation not in ACTIVATIONS.values():
+        if self.activation not in ACTIVATIONS.values() and self.activation != CLAMPED:
             known = did_you_mean(self.activation, set(ACTIVATIONS.values()))
             raise ModelError(f"activation = {self.activation!r} is not implemented{known}")
 
@@ -100,6 +101,8 @@ class ModelConfig:
             raise ModelError("rope_scaling has no effect where positions are learned: leave it out")
         check_kinds(self)
         self.latent.check(LATENT_KEYS, self.head_dim, self.rotary_dim)
+        if self.sinks and (self.latent.key_value_rank or self.scales.attention_cap):
+            raise ModelError("attention sinks are not implemented beside latent attention or capped scores")
         # Redundant settings are rejected, since equal models must compare equal.
         if self.qkv_bias and self.attention_bias:
             raise ModelError("attention_bias covers qkv_bias: set one of them to false")
@@ -111,11 +114,15 @@ class ModelConfig:
             raise ModelError("norm_offset needs rms norms: set it to false")
 
     def _check_experts(self, names: Mapping[str, str]) -> None:
+        clamped = self.activation == CLAMPED
         if self.experts is None:
+            if clamped:
+                raise ModelError(f"activation = {CLAMPED!r} is of experts alone: use 'silu'")
             return
-        # Experts are gated and have no biases. `Mixture` relies on this when it applies weights before `down`.
         if not self.gated_mlp or self.mlp_bias:
-            raise ModelError("experts are gated MLPs without biases: use gated_mlp and no mlp_bias")
+            raise ModelError("experts are gated MLPs with biases of their own: use gated_mlp and no mlp_bias")
+        if clamped and (self.experts.shared_size or self.experts.dense_layers):
+            raise ModelError(f"activation = {CLAMPED!r} is of experts alone: leave shared and dense MLPs out")
         fields = {name.removeprefix("experts."): key for name, key in names.items() if name.startswith("experts.")}
         self.experts.check(self.num_layers, fields)
 

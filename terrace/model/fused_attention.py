@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from terrace.accelerator import placed
+from terrace.model.attention import NO_SINKS
+from terrace.model.sinks import sinks_gradient, with_sinks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -49,16 +51,44 @@ class Documents:
         on_device = placed(torch.tensor(starts, dtype=torch.int32), device)
         return cls(on_device, longest, window if 0 < window < longest else 0)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention output (B, N, S, D) of query over key and value (B, K, S, D)."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS) -> Tensor:
+        """Attention output (B, N, S, D) of query over key and value (B, K, S, D), with `sinks` (N)."""
         batch, heads, sequence, size = query.shape
         # Views, since the heads of a token are contiguous.
         flat = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]  # (B S, ., D)
         window = (self.window - 1, 0) if self.window else (-1, 0)
         starts, longest = self.starts, self.longest
+        if len(sinks):
+            sunk: Tensor = _AttendDocuments.apply(*flat, sinks, self)  # type: ignore[no-untyped-call]
+            return sunk.view(batch, sequence, heads, size).transpose(1, 2)
         options = _options(is_grouped=key.shape[1] != heads)
         mixed: Tensor = varlen_kernel()(*flat, starts, starts, longest, longest, window_size=window, **options)
         return mixed.view(batch, sequence, heads, size).transpose(1, 2)
+
+
+class _AttendDocuments(torch.autograd.Function):
+    # The kernel below `varlen_attn`, whose backward takes the output and lse with sinks: (T, ., D) each, lse (N, T).
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, plan: Documents) -> Tensor:
+        ctx.lengths = plan.starts, plan.starts, plan.longest, plan.longest, 0.0, not plan.window
+        ctx.window = {"window_size_left": plan.window - 1, "window_size_right": 0}
+        flash: Any = torch.ops.aten._flash_attention_forward
+        out, lse = flash(query, key, value, *ctx.lengths, False, **ctx.window)[:2]
+        out, lse = (each[0] for each in with_sinks(out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0), sinks))
+        ctx.save_for_backward(query, key, value, sinks, out.transpose(0, 1), lse)
+        return out.transpose(0, 1)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, lse = ctx.saved_tensors
+        flash: Any = torch.ops.aten._flash_attention_backward
+        dropout = torch.zeros(2, dtype=torch.uint64, device=query.device), torch.empty(0, device=query.device)
+        grads = flash(grad.contiguous(), query, key, value, out, lse, *ctx.lengths, *dropout, **ctx.window)
+        rows = grad.transpose(0, 1).unsqueeze(0), out.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)
+        of_sinks = sinks_gradient(*rows, sinks) if ctx.needs_input_grad[3] else None
+        return *grads, of_sinks, None
 
 
 @cache
@@ -98,11 +128,20 @@ class BlockMasked:
         )
         return cls(mask, cap)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention output (B, N, S, D) of query over key and value (B, K, S, D)."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS) -> Tensor:
+        """Attention output (B, N, S, D) of query over key and value (B, K, S, D), with `sinks` (N)."""
         is_grouped = key.shape[1] != query.shape[1]
         options: dict[str, Any] = {"score_mod": _capped(self.cap)} if self.cap else {}
         kernel = _flex_kernel(query.device.type)
+        if len(sinks):
+            from torch.nn.attention.flex_attention import AuxRequest
+
+            options["return_aux"] = AuxRequest(lse=True)
+            out, aux = kernel(query, key, value, block_mask=self.mask, enable_gqa=is_grouped, **options)
+            # Autograd differentiates lse too, which the kernel's backward takes.
+            share: Tensor = (aux.lse - sinks.to(aux.lse.dtype).view(-1, 1)).sigmoid().to(out.dtype)
+            sunk: Tensor = out * share.unsqueeze(-1)
+            return sunk
         mixed: Tensor = kernel(query, key, value, block_mask=self.mask, enable_gqa=is_grouped, **options)
         return mixed
 

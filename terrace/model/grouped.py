@@ -67,6 +67,15 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     return result
 
 
+def add_biases(y: Tensor, bias: Tensor, counts: Sequence[int], weights: Tensor | None = None) -> Tensor:
+    """Add to rows y (N, O), in place, the bias of their expert, from (E, O), times the `weights` (N) of the rows.
+
+    Rows are sorted as in `grouped_linear`. Returns y.
+    """
+    result: Tensor = _AddBiases.apply(y, bias, tuple(counts), weights)  # type: ignore[no-untyped-call]
+    return result
+
+
 def products(x: Tensor, weight: Tensor, counts: Sequence[int], transposed: bool = False) -> Tensor:
     """`grouped_linear` without autograd; `transposed`: weight is (E, I, O) instead of (E, O, I)."""
     matrices, sizes = weight if transposed else weight.mT, list(counts)
@@ -103,6 +112,32 @@ class _GroupedLinear(torch.autograd.Function):
         input_gradient = None if weight is None else products(gradient, weight, ctx.counts, transposed=True)
         weight_gradient = None if x is None else stack_gradient(gradient, x, ctx.counts)
         return input_gradient, weight_gradient, None
+
+
+class _AddBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor, counts: tuple[int, ...], weights: Tensor | None) -> Tensor:
+        ctx.counts = list(counts)
+        ctx.save_for_backward(None if weights is None else bias, weights)
+        ctx.mark_dirty(y)
+        each = [None] * len(counts) if weights is None else torch.split(weights, ctx.counts)
+        for rows, own, share in zip(torch.split(y, ctx.counts), bias.unbind(), each, strict=True):
+            rows.add_(own) if share is None else rows.addr_(share, own)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, Tensor | None]:
+        bias, weights = ctx.saved_tensors
+        rows, of_bias, of_weights = torch.split(gradient, ctx.counts), None, None
+        if weights is None:
+            of_bias = torch.stack([own.sum(0) for own in rows]) if ctx.needs_input_grad[1] else None
+            return gradient, of_bias, None, None
+        if ctx.needs_input_grad[1]:
+            of_bias = torch.stack([own.t() @ each for own, each in zip(rows, weights.split(ctx.counts), strict=True)])
+        if ctx.needs_input_grad[3]:
+            of_weights = torch.cat([own @ each for own, each in zip(rows, bias.unbind(), strict=True)])
+        return gradient, of_bias, None, of_weights
 
 
 class _Moved(torch.autograd.Function):

@@ -5,8 +5,9 @@ the order of initialisation, the rank or the plan.
 
 Matrices are normal with standard deviation `init_std`, divided by sqrt(2 * num_layers) for the two projections that
 write to the residual stream, as in GPT-2, so that its variance does not grow with depth. Norm weights are one (zero if
-norms multiply by 1 + weight), biases zero. Matrix A of a LoRA adapter is uniform in +-1 / sqrt(in), as in torch's
-Linear; B is zero, so that the adapter adds nothing at first (Hu et al. 2106.09685, section 4.1).
+norms multiply by 1 + weight), biases zero, attention sinks normal as matrices are. Matrix A of a LoRA adapter is
+uniform in +-1 / sqrt(in), as in torch's Linear; B is zero, so that the adapter adds nothing at first (Hu et al.
+2106.09685, section 4.1).
 """
 
 import hashlib
@@ -35,7 +36,7 @@ def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: 
         bound = 1 / math.sqrt(shape[1])
         generator = torch.Generator().manual_seed(_seed_of(seed, f"{block_name}.{param_name}"))
         return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-    if len(shape) == 1:
+    if len(shape) == 1 and not param_name.endswith(".sinks"):
         return torch.zeros(shape) if config.norm_offset else torch.ones(shape)
     std = config.init_std
     # GPT-2's scaling: the residual stream sums 2 outputs per layer.

@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.attention import PlannedAttention, Plans, attend
+from terrace.model.attention import NO_SINKS, PlannedAttention, Plans
 from terrace.model.attention_plans import plans_of
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
+from terrace.model.hf.keys import CLAMPED
 from terrace.model.operation import Runs, keeping
 from terrace.model.rotary import Rotary
+from terrace.model.sinks import attend
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -27,6 +29,49 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }
+
+
+_LIMIT, _STEEPNESS = 7.0, 1.702  # of the clamped gate of gpt-oss
+
+
+class _ClampedGate(torch.autograd.Function):
+    # Saves its two operands alone; autograd would save six tensors.
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        glu = gate.clamp(max=_LIMIT)
+        glu.mul_((glu * _STEEPNESS).sigmoid_())
+        return up.clamp(-_LIMIT, _LIMIT).add_(1.0).mul_(glu)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        of_gate = gate.clamp(max=_LIMIT)
+        share = (of_gate * _STEEPNESS).sigmoid_()
+        of_up = (of_gate * share).mul_(gradient).masked_fill_(up.abs() > _LIMIT, 0.0)
+        # d(g s)/dg = s (1 + a g (1 - s)), with s = sigmoid(a g)
+        of_gate.mul_(_STEEPNESS).mul_(1.0 - share).add_(1.0).mul_(share).mul_(gradient)
+        of_gate.mul_(up.clamp(-_LIMIT, _LIMIT).add_(1.0)).masked_fill_(gate > _LIMIT, 0.0)
+        return of_gate, of_up
+
+
+def clamped_gate(gate: Tensor, up: Tensor) -> Tensor:
+    """(u + 1) g sigmoid(1.702 g), with g = min(gate, 7) and u = up within [-7, 7] (gpt-oss, 2508.10925)."""
+    result: Tensor = _ClampedGate.apply(gate, up)  # type: ignore[no-untyped-call]
+    return result
+
+
+Gated = Callable[[Tensor, Tensor], Tensor]  # (gate, up)
+
+
+def gated_by(activation: str) -> Gated:
+    """act(gate) * up for the name of an activation, or its own form of both."""
+    if activation == CLAMPED:
+        return clamped_gate
+    function = ACTIVATIONS[activation]
+    return lambda gate, up: function(gate) * up
 
 
 Normal = Callable[[Tensor, Tensor, float], Tensor]  # (x, weight, eps), as `rms_norm`
@@ -75,6 +120,7 @@ class Attention(PlannedAttention):
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)
         self.output = nn.Linear(query_size, hidden, bias=config.attention_bias, **where)
+        self.sinks: Tensor = nn.Parameter(torch.empty(config.num_heads, **where)) if config.sinks else NO_SINKS
         # Query, key and value in one product, if terrace.model.arranged has joined them; `_sizes` are their widths.
         self.joined: nn.Module | None = None
         self.run: Runs = keeping
@@ -108,7 +154,7 @@ class Attention(PlannedAttention):
         attends = attend if cache is None else cache.attend
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            mixed = attends(query, key, value, plan)  # (B, N, S, D)
+            mixed = attends(query, key, value, plan, self.sinks)  # (B, N, S, D)
             return mixed.transpose(1, 2).flatten(2)  # (B, S, N*D)
 
         return self.run(core, (query, key, value), self.output)

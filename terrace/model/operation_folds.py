@@ -24,14 +24,15 @@ from terrace.model.params import STACKED, ParamSpec
 def params_of(operations: Operations) -> tuple[ParamSpec, ...]:
     """Parameters of a block, in the order of `named_parameters` of its module.
 
-    Within a submodule matrices come before norms, as in its constructor.
+    Within a submodule its own parameters come first, then matrices, then norms, as in its constructor.
     """
-    modules: dict[str, list[tuple[bool, list[ParamSpec]]]] = {}
+    modules: dict[str, list[tuple[int, list[ParamSpec]]]] = {}
     ends = any(isinstance(operation, Loss | Score) for operation in operations)
     for operation in operations:
         found = _params(operation)
         module = "" if ends or not found else found[0].name.partition(".")[0]
-        modules.setdefault(module, []).append((isinstance(operation, Norm), found))
+        place = 0 if isinstance(operation, Core) else 2 if isinstance(operation, Norm) else 1
+        modules.setdefault(module, []).append((place, found))
     ordered = (found for own in modules.values() for _, found in sorted(own, key=lambda each: each[0]))
     return tuple(param for found in ordered for param in found)
 
@@ -44,7 +45,10 @@ def _params(operation: Operation, *, is_stacked: bool = False) -> list[ParamSpec
         case Product():
             stack = (Dim(STACKED, operation.stack),) if is_stacked else ()
             found = [_param(f"{operation.weight}.weight", *stack, operation.outputs, operation.inputs)]
-            return [*found, _param(f"{operation.weight}.bias", operation.outputs)] if operation.has_bias else found
+            bias = [_param(f"{operation.weight}.bias", *stack, operation.outputs)]
+            return found + bias if operation.has_bias else found
+        case Core():
+            return [_param(operation.sinks, Dim("heads", operation.heads))] if operation.sinks else []
         case Mixture():
             return list(_mixture_params(operation))
         case LookUp():
@@ -74,6 +78,8 @@ def _router_params(experts: ExpertsConfig, hidden: tuple[str, int]) -> list[Para
     """Parameters of a mixture's router for tokens of size `hidden`, in order. No optimizer updates the bias."""
     choices, size = ("choices", experts.num_experts), ("router", experts.router_size)
     dims: dict[str, tuple[tuple[str, int], ...]] = {"weight": (choices, size if experts.router_size else hidden)}
+    if experts.has_biases:
+        dims["logit_bias"] = (choices,)
     if experts.gate == "noisy":
         dims["noise"] = (choices, hidden)
     if experts.gate == "cosine":

@@ -158,6 +158,7 @@ class Core(Operation):
     latent: Tensor | None = None
     window: int = 0  # a token sees itself and the window - 1 before it; 0: all before it
     cap: float = 0.0  # of scores; 0: none
+    sinks: str = ""  # parameter of a learned logit per head (terrace.model.sinks); empty: none
 
     @property
     def cached(self) -> tuple[Tensor, ...]:
@@ -172,9 +173,10 @@ class Core(Operation):
 
 @dataclass(frozen=True)
 class Activation(Operation):
-    """act(x), or act(gate) * up of two operands."""
+    """act(x), or act(gate) * up of two operands. If it `keeps_operands`, its backward computes act(gate) again."""
 
     function: str
+    keeps_operands: bool = False
 
     @property
     def is_gated(self) -> bool:

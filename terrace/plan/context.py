@@ -167,7 +167,7 @@ def attention_heads(block: "BlockSpec", rows: int) -> Heads | None:
 
 
 def _declared(block: "BlockSpec", name: str) -> tuple[int, int] | None:
-    """(Units, elements per unit) of the first dim with that name."""
+    """(Units, elements per unit) of the first dim of a matrix with that name."""
 
     def elements(param: ParamSpec, dim: int) -> int:
         return (param.whole or param.shape)[dim]
@@ -176,6 +176,6 @@ def _declared(block: "BlockSpec", name: str) -> tuple[int, int] | None:
         (units, elements(param, dim) // units)
         for param in block.params
         for dim, (counted, units) in enumerate(param.dims)
-        if counted == name and units
+        if counted == name and units and param.is_matrix
     )
     return next(dims, None)

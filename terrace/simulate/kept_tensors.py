@@ -7,7 +7,7 @@ Kernels keep different tensors, so rules depend on the backend:
 - Product: its input, once for all products that read it. Sequence parallelism gathers the input for the product and
   again for the backward, so only the rank's shard is kept. With products in 8 bits the codes of the input are kept,
   unless the input is gathered or computed again for the backward.
-- Activation: its operand, and act(gate) and up where it multiplies two.
+- Activation: its operand, and act(gate) and up where it multiplies two; only both operands if it keeps these.
 - Core: q, k, v, its output and one log-sum per token and head. Plain products keep q, k, v and the softmax in fp32, and
   a copy of the output with the heads merged. Documents and windows are in terrace.simulate.masks.
 - Loss: only its input, since it computes logits in chunks of tokens during its backward (terrace.runtime.head).
@@ -152,6 +152,11 @@ def _sum(tape: BlockTape, sum_: Sum) -> Iterator[Node]:
 def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
     source, *up = (each.name for each in activation.reads)
     target, is_relu = activation.target.name, activation.function == "relu"
+    if activation.keeps_operands:
+        # One more tensor of this size beside the result, and two beside both gradients.
+        whole = tape.sizes[target]
+        yield Node((source, *up), target, (source, *up), forward_adds=whole, backward_adds=2 * whole)
+        return
     active = tape.size(f"activated {source}", tape.sizes[target]) if up else target
     if up and "gated activations" in tape.work.served and activation.target.tokens is not Tokens.ROWS:
         # One kernel, which serves no experts. Its gradients are written over gate and up; they count as new here, so a
@@ -169,6 +174,10 @@ def _core(tape: BlockTape, core: Core) -> Iterator[Node]:
     reads = operands = tuple(each.name for each in core.reads)
     if work.is_spread:
         yield _spread_core(tape, core)
+        return
+    if core.sinks and tape.backend == "cpu":  # in pairs of runs, which are views (terrace.model.sinks)
+        log_sums = tape.size("log-sums", work.tokens * tape.units(core.source.features) * tape.wide)
+        yield Node(reads, mixed, (*reads, mixed, log_sums), backward_adds=2 * tape.sizes[log_sums])
         return
     in_pieces = work.is_masked and work.kernel_on(tape.backend) == "pieces"
     # Windows and masks make attention copy its keys and values.

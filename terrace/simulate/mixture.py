@@ -8,6 +8,7 @@ passes over memory are
                collect 3eHN + eHT
     backward   router (e + w)HT, gate 4wET, spread 3eHN + eHT, activation 5eIN, weights 6eIN, collect 2eHN,
                sum of the tokens' gradients 3eHT
+    biases     2eON forward and eON backward, of O outputs each
 
 Each expert runs its own products over its rows. Load is assumed to be even: N/E rows per expert, rounded up or down. A
 skewed load multiplies as many rows and changes only the shapes of products. Every rank holds all experts; tensor ranks
@@ -97,6 +98,10 @@ def _passed_seconds(
             operands = len(operation.reads)
             forward += (operands + 1 + 2) * item * inner
             backward += (2 * operands + 1 + 6) * item * inner
+        elif isinstance(operation, Product) and operation.has_bias:  # added in place
+            outputs = rank_numel(operation.outputs, {"rows": held.rows})
+            forward += 2 * item * outputs
+            backward += item * outputs
     token = item * hidden * tokens
     passes_s = (
         memory_s(device, forward * rows + token, _PASSED_OPERATORS),

@@ -9,7 +9,8 @@ With N elements of e bytes on a rank, of the operation's result or of each opera
     Join          2eN each way
     Scale         2eN each way, of queries; what multiplies the residual stream is not counted
     Product       eN backward, where it has a bias, whose gradient is the sum of that of the result
-    Core          2eN each way, of queries, keys and values, where plain products need them laid out
+    Core          2eN each way, of queries, keys and values, where plain products need them laid out; of the result,
+                  where it has sinks
 
 For a layer of GPT with T tokens, hidden size H and t tensor rows this is (20 + 28/t)TH forward and (36 + 50/t)TH
 backward in bf16, layouts included. Tensor columns, and rows under sequence parallelism, cut the residual stream.
@@ -127,6 +128,7 @@ def _passes_of(layer: Operations, flash: bool) -> Passes:
     found = [_PASSES[type(operation)](operation) for operation in layer.passed]
     found += [_bias_gradients(group, layer) for group in joined(layer)]
     found += [] if flash else [_layout(core) for core in layer.of(Core)]
+    found += [_sinks(core) for core in layer.of(Core) if core.sinks]
     found += _counted_twice(layer)
     reads, reads_back = Counter[Tensor](), Counter[Tensor]()
     for passes in found:
@@ -141,6 +143,10 @@ def _passes_of(layer: Operations, flash: bool) -> Passes:
 
 def _layout(core: Core) -> Passes:
     return Passes(tuple((operand, 2, 2) for operand in core.reads), (1, 1))
+
+
+def _sinks(core: Core) -> Passes:
+    return Passes(((core.target, 2, 2),), (1, 1))
 
 
 def _bias_gradients(group: Sequence[Product], layer: Operations) -> Passes:

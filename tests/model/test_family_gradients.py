@@ -15,6 +15,7 @@ from terrace.runtime.head import chunked_head
 from tests.support.families import TABLES, TOKENS, in_fp64, loaded, their_model
 
 ROWS = ("smollm3", "granite", "olmo2", "phi3, longrope, short", "gemma2", "gemma3_text")
+ROWS += ("gpt_oss, 20b", "gpt_oss, 120b", "gpt_oss, odd sizes")
 
 
 @pytest.mark.parametrize("name", ROWS)

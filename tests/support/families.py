@@ -45,7 +45,17 @@ _GEMMA |= {"hidden_size": 16, "sliding_window": 5}  # whose root is exact in fp3
 _LATENT: dict[str, Any] = _ROUTED | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "n_routed_experts": 6}
 _LATENT |= {"moe_intermediate_size": 14, "n_group": 3, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 10}
 _LATENT |= {"q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 7, "v_head_dim": 9}
+# gpt-oss-20b and -120b with fewer and smaller layers: heads, experts and windows in their proportions.
+_OSS: dict[str, Any] = _SIZES | {"model_type": "gpt_oss", "intermediate_size": 24, "num_key_value_heads": 1}
+_OSS |= {"head_dim": 8, "num_attention_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 5}
+_OSS |= {"rope_parameters": _YARN | {"factor": 32.0, "truncate": False}, "pad_token_id": None}
 TABLES: dict[str, dict[str, Any]] = {
+    "gpt_oss, 20b": _OSS,
+    "gpt_oss, 120b": _OSS | {"num_hidden_layers": 3, "num_local_experts": 16, "num_key_value_heads": 2},
+    "gpt_oss, odd sizes": _OSS
+    | {"hidden_size": 21, "intermediate_size": 13, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 6}
+    | {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7, "attention_bias": False}
+    | {"layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": True},
     "smollm3": _LLAMA
     | {"model_type": "smollm3", "num_key_value_heads": 2, "no_rope_layers": [1, 0], "pad_token_id": None},
     "smollm3, window, untied": _LLAMA
@@ -162,8 +172,8 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
     """The model that `transformers` loads from a folder."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
     config = load_model(str(folder))
-    if config.scales.attention_cap:
-        options["attn_implementation"] = "eager"  # no other caps scores
+    if config.scales.attention_cap or config.sinks:
+        options["attn_implementation"] = "eager"  # no other caps scores, or has sinks
     if config.experts is not None:
         options["experts_implementation"] = "eager"  # the others refuse fp64
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)

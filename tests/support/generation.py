@@ -56,6 +56,8 @@ _LATENT = _LLAMA | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "firs
 _LATENT |= {"kv_lora_rank": 10, "q_lora_rank": 6, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5}
 _LATENT |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "topk_group": 1}
 MODELS["latent"] = parse_model(_LATENT)
+_SUNK = _LLAMA | {"model_type": "gpt_oss", "head_dim": 4, "num_local_experts": 6, "num_experts_per_tok": 2}
+MODELS["sunk"] = parse_model(_SUNK | {"sliding_window": 5, "intermediate_size": 12})
 
 
 def make(config: ModelConfig) -> list[nn.Module]:

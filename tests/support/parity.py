@@ -13,7 +13,7 @@ A case may name a sabotage, which must make the comparison fail.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -246,10 +246,11 @@ def flatten(blocks: Sequence[nn.Module]) -> Tensor:
     return torch.cat([p.detach().double().reshape(-1) for block in blocks for p in block.parameters()])
 
 
-def make_adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
-    """The reference optimizer: no weight decay for vectors."""
-    matrices = {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": ADAMW.weight_decay}
-    others = {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}
+def make_adamw(parameters: Sequence[nn.Parameter], biases: Collection[int] = ()) -> torch.optim.AdamW:
+    """The reference optimizer: no weight decay for vectors, nor for stacks of them, whose ids are among `biases`."""
+    decays = {id(p) for p in parameters if p.dim() >= 2} - set(biases)
+    matrices = {"params": [p for p in parameters if id(p) in decays], "weight_decay": ADAMW.weight_decay}
+    others = {"params": [p for p in parameters if id(p) not in decays], "weight_decay": 0.0}
     return torch.optim.AdamW([matrices, others], lr=ADAMW.lr, betas=(ADAMW.beta1, ADAMW.beta2), eps=ADAMW.eps)
 
 
@@ -277,7 +278,8 @@ def serial(
     model = MODELS[model_name]
     blocks = model.blocks(torch.float64)
     parameters = trainable(blocks)
-    optimizer = make_adamw(parameters)
+    biases = [id(p) for block in blocks for name, p in block.named_parameters() if name.endswith("bias")]
+    optimizer = make_adamw(parameters, biases)
 
     losses, norms = [], []
     loads: dict[str, list[object]] = defaultdict(list)

@@ -164,6 +164,10 @@ _LATENT = _LLAMA | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lo
 _LATENT |= {"qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 3, "moe_intermediate_size": 6}
 _LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
 
+# Attention sinks, every other layer with a window; experts with biases and a clamped gate.
+_SUNK = _LLAMA | {"model_type": "gpt_oss", "head_dim": 6, "sliding_window": 3, "num_local_experts": 8}
+_SUNK |= {"num_experts_per_tok": 3, "intermediate_size": 6}
+
 
 def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed: str = "", **changes: object) -> Model:
     config = replace(parse_model(table), **changes)  # type: ignore[arg-type]
@@ -179,8 +183,9 @@ def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed:
                 parameter.requires_grad = trainable.get(name, parameter.requires_grad)
                 if zeroed and name.endswith(zeroed):
                     parameter.data.zero_()
-                if name.endswith("router.bias"):  # one that moves choices
-                    parameter.data.copy_(torch.linspace(-0.3, 0.3, len(parameter)))
+                is_of_experts = parameter.dim() == 2 and name.endswith("bias")
+                if is_of_experts or name.endswith(("router.bias", "logit_bias")):  # one that moves choices
+                    parameter.data.copy_(torch.linspace(-0.3, 0.3, parameter.numel()).view_as(parameter))
         return blocks
 
     return Model(lambda: deepcopy(prototype()), token_loss, specs, config)
@@ -291,6 +296,10 @@ MODELS = {
     "wide latent": _decoder_model(_LATENT | _WIDE | {"num_key_value_heads": 8, "q_lora_rank": None}, experts=None),
     "dense latent": _decoder_model(_LATENT, experts=None),
     "deep latent": _decoder_model(_LATENT | _DEEP, tied_embeddings=True),
+    "sunk": _decoder_model(_SUNK),
+    "wide sunk": _decoder_model(_SUNK | _WIDE, tied_embeddings=True),
+    "wide sunk, 1 kv head": _decoder_model(_SUNK | _WIDE | {"num_key_value_heads": 1}),
+    "deep sunk": _decoder_model(_SUNK | _DEEP, tied_embeddings=True),
     "llama, many ids": _decoder_model(_LLAMA | _MANY_IDS),
     "gpt2, many ids": _decoder_model(_GPT2 | _MANY_IDS, tied_embeddings=False),
     "llama, many frozen ids": _decoder_model(_LLAMA | _MANY_IDS, ("embedding.*",)),

@@ -32,6 +32,7 @@ class ExpertsConfig:
     num_groups: int = 1  # groups of adjacent experts; a token uses experts of `kept_groups` of them
     kept_groups: int = 1
     biased: bool = False  # bias of the choice, not of weights; updated by load, not by an optimizer (2408.15664)
+    has_biases: bool = False  # of the router's logits, and of every expert's gate, up and down
     shared_size: int = 0  # inner size of the shared expert, which every token passes; 0: none
     shared_gate: bool = False  # multiply the output of the shared expert by a sigmoid gate of the token
     dense_layers: tuple[int, ...] = ()  # layers with an MLP, ascending
@@ -98,6 +99,8 @@ class ExpertsConfig:
             raise ModelError(f"{given('route')} has tokens choose: leave it out with {given('gate')}")
         if self.gate == "noisy" and not self.normalized:
             raise ModelError(f"{given('normalized')}: the weights of {given('gate')} sum to 1; set it to true")
+        if self.has_biases and self.gate not in ("softmax", "sigmoid"):
+            raise ModelError(f"{given('has_biases')}: {given('gate')} has no bias of logits; use 'softmax'")
         if self.gate == "expert_choice" and (self.normalized or self.biased):
             field = "normalized" if self.normalized else "biased"
             raise ModelError(f"{given(field)}: {given('gate')} has the scores themselves as weights; set it to false")

@@ -2,8 +2,8 @@
 
     y = sum over the chosen i of g_i down_i(act(gate_i(x)) * up_i(x))   + shared(x), times sigmoid(shared_gate(x))
 
-Scores, choices and weights are computed in at least fp32. Since `down` has no bias, the weight g is applied to its
-input, so that the outputs of experts are not saved for the backward. No token is dropped here.
+Scores, choices and weights are computed in at least fp32. The weight g is applied to the input of `down`, and to its
+bias if it has one, so that the outputs of experts are not saved for the backward. No token is dropped here.
 
 Shape legend: B batch, S sequence, H hidden, T = B S tokens, E experts, I inner size of an expert, k experts of a token,
 N = T k rows.
@@ -21,8 +21,8 @@ from terrace.model.config import ModelConfig
 from terrace.model.experts.gates import NO_SCORES, Choice, cosine, even, expert_choice, noisy, sigmoid, softmax
 from terrace.model.experts.gating import Gating, Passage
 from terrace.model.experts.tally import Tally
-from terrace.model.grouped import Order, collect, grouped_linear, spread
-from terrace.model.layers import ACTIVATIONS, MLP
+from terrace.model.grouped import Order, add_biases, collect, grouped_linear, spread
+from terrace.model.layers import MLP, gated_by
 
 # Gates where tokens choose; noisy and cosine differ from softmax only in the logits.
 GATES = {"softmax": softmax.choose, "sigmoid": sigmoid.choose, "noisy": softmax.choose, "cosine": softmax.choose}
@@ -36,6 +36,9 @@ class Router(nn.Module):
         self.config = config.own_experts
         num_experts, hidden, size = self.config.num_experts, config.hidden_size, self.config.router_size
         self.weight = nn.Parameter(torch.empty(num_experts, size or hidden, **where))
+        self.logit_bias: nn.Parameter | None = None
+        if self.config.has_biases:
+            self.logit_bias = nn.Parameter(torch.empty(num_experts, **where))
         if self.config.gate == "noisy":
             self.noise = nn.Parameter(torch.empty(num_experts, hidden, **where))
         if self.config.gate == "cosine":
@@ -76,19 +79,21 @@ class Router(nn.Module):
             return noisy.logits(x, weight, self.noise.to(x.dtype), noise)
         if self.config.gate == "cosine":
             return cosine.logits(x, self.projection.to(x.dtype), weight, self.temperature.to(x.dtype))
-        return F.linear(x, weight)
+        return F.linear(x, weight, None if self.logit_bias is None else self.logit_bias.to(x.dtype))
 
 
 class Stack(nn.Module):
-    """One linear layer per expert, without bias; `weight` is (E, O, I)."""
+    """One linear layer per expert; `weight` is (E, O, I), `bias` (E, O)."""
 
-    def __init__(self, num_experts: int, inputs: int, outputs: int, **where: Any) -> None:
+    def __init__(self, num_experts: int, inputs: int, outputs: int, has_bias: bool, **where: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, outputs, inputs, **where))
+        self.bias = nn.Parameter(torch.empty(num_experts, outputs, **where)) if has_bias else None
 
-    def forward(self, x: Tensor, order: Order) -> Tensor:
-        """Rows x (N, I), sorted by expert, to (N, O)."""
-        return grouped_linear(x, self.weight, order.counts)
+    def forward(self, x: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
+        """Rows x (N, I), sorted by expert, to (N, O). The bias of a row is multiplied by its weight, from (N)."""
+        y = grouped_linear(x, self.weight, order.counts)
+        return y if self.bias is None else add_biases(y, self.bias, order.counts, weights)
 
 
 # (module, routed tokens (T, H), their choice, all tokens) -> weighted sums of expert outputs (T, H), and the output of
@@ -116,11 +121,12 @@ class Mixture(nn.Module):
         self.spread: Spread = here
         self.tally = Tally()
         self.overlaps_shared = False
-        self.activation = ACTIVATIONS[config.activation]
+        self.gated = gated_by(config.activation)
         self.router = Router(config, **where)
-        self.gate = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
-        self.up = Stack(experts.num_experts, hidden, experts.intermediate_size, **where)
-        self.down = Stack(experts.num_experts, experts.intermediate_size, hidden, **where)
+        inner, has_biases = experts.intermediate_size, experts.has_biases
+        self.gate = Stack(experts.num_experts, hidden, inner, has_biases, **where)
+        self.up = Stack(experts.num_experts, hidden, inner, has_biases, **where)
+        self.down = Stack(experts.num_experts, inner, hidden, has_biases, **where)
         # Replaces `pass_through` if terrace.model.arranged has joined the experts' matrices.
         self.joined: nn.Module | None = None
         self.shared: MLP | None = None
@@ -169,6 +175,9 @@ class Mixture(nn.Module):
         order = Order.of(choice.experts, len(self.down.weight), is_whole=choice.is_whole)
         self.tally.multiply(order.counts)
         rows = spread(tokens, order)  # (N, H)
-        inner = self.activation(self.gate(rows, order)) * self.up(rows, order)  # (N, I)
+        inner = self.gated(self.gate(rows, order), self.up(rows, order))  # (N, I)
         weights = choice.weights.flatten().index_select(0, order.choices).to(inner.dtype)
-        return collect(self.down(inner * weights.unsqueeze(-1), order), order)
+        # Ranks that cut an expert add up their results, so each adds its part of the bias.
+        part = self.down.weight.shape[2] / self.router.config.intermediate_size
+        shares = weights if part == 1.0 else weights * part
+        return collect(self.down(inner * weights.unsqueeze(-1), order, shares), order)

@@ -44,7 +44,7 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
         why = f": {REFUSED[name]}" if name in REFUSED else did_you_mean(name, FAMILIES)
         raise ModelError(f"model_type = {name!r} is not implemented{why}")
     family = FAMILIES[name]
-    table = _without_aliases(table, family)
+    table = _completed(_without_aliases(table, family), family)
     _refuse_values(table, family)
     own_keys = {item.name for item in dataclasses.fields(family.table)}
     rotary_keys = rope_keys(family)
@@ -76,10 +76,10 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     if fields["scalar_head"]:
         table |= {"architectures": [family.scored_architecture], "num_labels": 1}
     table |= {key: fields[own] for own, key in family.names.items() if "." not in own}
-    activation_key = family.names["activation"]
-    # An activation may have several names; the first is written.
-    spellings = [theirs for theirs, ours in ACTIVATIONS.items() if ours == fields["activation"]]
-    table[activation_key] = spellings[0]
+    if "activation" in family.names:
+        # An activation may have several names; the first is written.
+        spellings = [theirs for theirs, ours in ACTIVATIONS.items() if ours == fields["activation"]]
+        table[family.names["activation"]] = spellings[0]
     table |= family.written
     if family.is_mixture:
         table |= write_experts(fields["experts"], family.names)
@@ -146,6 +146,17 @@ def _without_aliases(table: Mapping[str, Any], family: Family) -> Mapping[str, A
     return result
 
 
+def _completed(table: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    # The RoPE that transformers gives a family without one, and weights in a form that is read as plain floats.
+    result = dict(table)
+    if family.absent and not (table.get("rope_parameters") or table.get("rope_scaling")):
+        result["rope_parameters"] = family.absent
+    stored = table.get("quantization_config")
+    if isinstance(stored, Mapping) and family.packed and stored.get("quant_method") == family.packed:
+        del result["quantization_config"]
+    return result
+
+
 def _refuse_values(table: Mapping[str, Any], family: Family) -> None:
     # Missing keys have the defaults of transformers.
     given, only = {**family.implied, **table}, {**ONLY, **family.only}
@@ -198,11 +209,11 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
                 f"{family.names['num_heads']} = {heads}: make it a multiple"
             )
         fields["head_dim"] = hidden // heads if heads > 0 else 0
-    activation = fields["activation"]
-    if activation not in ACTIVATIONS:
-        key = family.names["activation"]
-        raise ModelError(f"{key} = {activation!r} is not implemented{did_you_mean(activation, ACTIVATIONS)}")
-    fields["activation"] = ACTIVATIONS[activation]
+    if "activation" in family.names:
+        activation, key = fields["activation"], family.names["activation"]
+        if activation not in ACTIVATIONS:
+            raise ModelError(f"{key} = {activation!r} is not implemented{did_you_mean(activation, ACTIVATIONS)}")
+        fields["activation"] = ACTIVATIONS[activation]
     if abs(fields["head_dim"]) > ENDLESS:
         sizes = [family.names[name] for name in ("hidden_size", "head_dim") if name in family.names]
         raise ModelError(f"a head would have more than {ENDLESS:g} elements: give a smaller {' or '.join(sizes)}")

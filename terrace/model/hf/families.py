@@ -18,6 +18,7 @@ from terrace.model.hf.key_tables import (
     Glm4MoeTable,
     GPT2Table,
     GPTNeoXTable,
+    GptOssTable,
     GraniteTable,
     LlamaTable,
     MistralTable,
@@ -31,6 +32,7 @@ from terrace.model.hf.key_tables import (
     SmolLM3Table,
     made,
 )
+from terrace.model.hf.keys import CLAMPED
 
 # Which layers have the window if layer_types is missing: "": none, the family has no window; "all"; "after": those
 # after the first max_window_layers; "alternating": every other one; "unrotated": those without RoPE; "pattern": all
@@ -48,6 +50,8 @@ class Family:
     constants: Mapping[str, object]  # fields with one value in the family
     implied: Mapping[str, object] = field(default_factory=dict)  # ONLY keys whose absence is not neutral
     written: Mapping[str, object] = field(default_factory=dict)  # keys with one value in every table
+    absent: Mapping[str, object] = field(default_factory=dict)  # `rope_parameters` of a table without any
+    packed: str = ""  # quant_method of weights that are read as plain floats
     aliases: Mapping[str, str] = field(default_factory=dict)  # another spelling of a key -> the key
     harmless: frozenset[str] = frozenset()  # more keys without effect on the next token
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # more keys with the values that it implements
@@ -305,6 +309,30 @@ FAMILIES: Mapping[str, Family] = {
         factor_is_free=True,
     ),
     "deepseek_v3": _DEEPSEEK_V3,
+    "gpt_oss": Family(
+        keys=GptOssTable,
+        architecture="GptOssForCausalLM",
+        names={name: key for name, key in _ROUTED.items() if name != "activation"}
+        | _BIASED
+        | {
+            "head_dim": "head_dim",
+            "experts.num_experts": "num_local_experts",
+            "experts.intermediate_size": "intermediate_size",
+        },
+        constants=_GATED | {"mlp_bias": False, "sinks": True, "activation": CLAMPED, "experts.has_biases": True},
+        written={"hidden_act": "silu", "swiglu_limit": 7.0},
+        absent={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+        packed="mxfp4",
+        aliases={"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"},
+        # What its YaRN has under another name.
+        harmless=frozenset({"initial_context_length"}),
+        only={"hidden_act": ("silu",), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+        is_mixture=True,
+        default_theta=150000.0,
+        windows="pattern",
+        mixes=True,
+        names_kinds=True,
+    ),
     # Same layers; its files name the architecture of DeepSeek-V3.
     "kimi_k2": _DEEPSEEK_V3,
 }

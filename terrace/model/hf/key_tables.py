@@ -246,6 +246,21 @@ class Glm4MoeTable(_MixtureTable):
 
 
 @_table
+class GptOssTable(_MixtureTable):
+    """The implemented keys of `GptOssConfig`. Without `layer_types` every other layer has a window."""
+
+    num_local_experts: int
+    head_dim: int | None = 64
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = True
+    sliding_window: int | None = 128
+    layer_types: tuple[str, ...] | None = None
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+
+
+@_table
 class DeepseekV3Table(_MixtureTable):
     """The implemented keys of `DeepseekV3Config`; sizes of attention and experts have no defaults here."""
 

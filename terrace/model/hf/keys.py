@@ -56,10 +56,11 @@ ACTIVATIONS: Mapping[str, str] = {
     "relu": "relu",
 }
 
+CLAMPED = "clamped_silu"  # of gate and up together, in experts (`terrace.model.layers.clamped_gate`)
+
 # Families that resemble supported ones but compute something else.
 _LATENT = "deepseek_v3 has latent attention, and this family another gate or other attention"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm4_moe_lite"), _LATENT),
     "gemma3": "it has images too; its text model alone is model_type gemma3_text",
-    "gpt_oss": "its attention has sinks, which take a share of every softmax",
 }

@@ -3,6 +3,7 @@
 A parameter is a whole tensor there, a slice of one, or a stack of several:
 
 - experts have one tensor each, and are one parameter (experts, out, in) in Terrace;
+- gpt-oss has one tensor of all experts (experts, in, out), and the outputs of gate and up alternate in it;
 - GPT-2 stores matrices as (in, out), and query, key and value concatenated in `c_attn`;
 - GPT-NeoX stores query, key and value in `query_key_value`, interleaved by head;
 - Phi-3 stores query, key and value concatenated in `qkv_proj`, gate and up in `gate_up_proj`.
@@ -30,11 +31,13 @@ class StoredTensor:
     It is slice number `part` of the fused tensor `name`, whose slices have `parts` rows; if `parts` is empty, it is the
     whole tensor. Rows consist of `num_groups` groups, each with all slices in order; with several groups all slices
     have equally many rows. With `num_stacked`, it is a stack of tensors, with the index in place of "{}" in names.
+    If it `is_stack`, the first dim of the tensor counts the parts of a stack, and the rest holds for each of them.
     """
 
     name: str
     shape: tuple[int, ...]  # of the stored tensor, or of each stacked one
     num_stacked: int = 0
+    is_stack: bool = False
     wide: bool = False  # at least fp32, whatever the dtype of other tensors
     transposed: bool = False  # stored as (in, out)
     part: int = 0
@@ -66,10 +69,11 @@ class Names:
     final_norm: str
     layer: Mapping[str, str]
     stacked: Mapping[str, str] = field(default_factory=dict)  # modules with one tensor per expert
-    router_bias: str = ""  # full name of the parameter in a layer
+    whole: Mapping[str, str] = field(default_factory=dict)  # parameter -> its full name in a layer
     positions: str = ""
     fused: Mapping[str, int] = field(default_factory=dict)  # projection -> its slice of the fused tensor
     by_head: bool = False  # slices are interleaved by head
+    by_row: bool = False  # slices of stacks are interleaved by row
     transposed: bool = False
 
 
@@ -96,12 +100,12 @@ _LLAMA = Names(
 _MLP = ("gate", "up", "down")
 
 
-def _mixture(block: str, experts: tuple[str, str, str], shared: str = "", router_bias: str = "") -> Names:
+def _mixture(block: str, experts: tuple[str, str, str], shared: str = "") -> Names:
     # `experts` are the names of gate, up and down.
     layer = {**_LLAMA.layer, "mlp.router": f"{block}.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
     layer |= {f"mlp.shared.{name}": f"mlp.{shared}.{name}_proj" for name in _MLP}
     stacked = {f"mlp.{name}": f"{block}.experts.{{}}.{theirs}" for name, theirs in zip(_MLP, experts, strict=True)}
-    return replace(_LLAMA, layer=layer, stacked=stacked, router_bias=router_bias)
+    return replace(_LLAMA, layer=layer, stacked=stacked)
 
 
 _LATENT = {
@@ -121,7 +125,18 @@ _AFTER = {
     "mlp_output_norm": "post_feedforward_layernorm",
 }
 _GEMMA = replace(_LLAMA, layer={**_LLAMA.layer, **_AFTER, "mlp_norm": "pre_feedforward_layernorm"})
-_SIGMOID = _mixture("mlp", _PROJECTIONS, "shared_experts", "mlp.gate.e_score_correction_bias")
+_SIGMOID = replace(
+    _mixture("mlp", _PROJECTIONS, "shared_experts"), whole={GATE_BIAS: "mlp.gate.e_score_correction_bias"}
+)
+_SUNK = {
+    "attention.sinks": "self_attn.sinks",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.logit_bias": "mlp.router.bias",
+    **dict.fromkeys(("mlp.gate.weight", "mlp.up.weight"), "mlp.experts.gate_up_proj"),
+    **dict.fromkeys(("mlp.gate.bias", "mlp.up.bias"), "mlp.experts.gate_up_proj_bias"),
+    "mlp.down.weight": "mlp.experts.down_proj",
+    "mlp.down.bias": "mlp.experts.down_proj_bias",
+}
 
 NAMES: Mapping[str, Names] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), _LLAMA),
@@ -176,6 +191,7 @@ NAMES: Mapping[str, Names] = {
     "qwen2_moe": _mixture("mlp", _PROJECTIONS, "shared_expert"),
     "qwen3_moe": _mixture("mlp", _PROJECTIONS),
     "glm4_moe": _SIGMOID,
+    "gpt_oss": replace(_LLAMA, whole=_SUNK, fused={"mlp.gate": 0, "mlp.up": 1}, by_row=True),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), replace(_SIGMOID, layer={**_SIGMOID.layer, **_LATENT})),
 }
 
@@ -208,11 +224,11 @@ def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> S
         return StoredTensor(name=name, shape=shape)
     index = block.removeprefix("layers.")
     layer = f"{names.base}{names.layers}.{index}."
+    if param in names.whole:
+        return _whole(names, spec, f"{layer}{names.whole[param]}")
     if spec.is_stack:
         name = f"{layer}{names.stacked[module]}.{ending}"
         return StoredTensor(name=name, shape=spec.part_shape, num_stacked=shape[0])
-    if param == GATE_BIAS:
-        return StoredTensor(name=f"{layer}{names.router_bias}", shape=shape, wide=True)
     parts = _parts(config, names, module, shape[0])
     # GPT-2 stores Conv1D weights as (in, out); biases have one dim.
     transposed = names.transposed and len(shape) == 2
@@ -224,6 +240,23 @@ def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> S
         part=names.fused.get(module, 0),
         parts=parts,
         num_groups=config.num_heads if parts and names.by_head else 1,
+    )
+
+
+def _whole(names: Names, spec: ParamSpec, name: str) -> StoredTensor:
+    if not spec.is_stack:
+        return StoredTensor(name=name, shape=spec.shape, wide=spec.name == GATE_BIAS)
+    module, (rows, *others) = spec.name.rpartition(".")[0], spec.part_shape
+    parts = (rows, rows) if module in names.fused else ()
+    stored = (sum(parts) or rows, *others)[::-1]  # (in, out), as in a product x W
+    return StoredTensor(
+        name=name,
+        shape=(spec.num_parts, *stored),
+        is_stack=True,
+        transposed=bool(others),
+        part=names.fused.get(module, 0),
+        parts=parts,
+        num_groups=rows if parts and names.by_row else 1,
     )
 
 

@@ -29,6 +29,7 @@ from terrace.model.hf.config import published_table
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.folder import CONFIG, INDEX, METADATA, SINGLE, carried_files, is_dcp, token_ids, weight_files
 from terrace.model.hf.misfit import misfit_words
+from terrace.model.hf.mxfp4 import PACKED, PackedWeights
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
 
 SHARD_BYTES = 5_000_000_000  # file size limit of transformers
@@ -59,7 +60,9 @@ class Pretrained:
             return
         index = weight_files(self.folder)
         # Small models have one file and no index.
-        self._files = index if index is not None else dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        stored = index if index is not None else dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
+        self._open[PACKED] = packed = PackedWeights(stored, self._file)
+        self._files = packed.with_own()
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -86,19 +89,23 @@ class Pretrained:
         Raises `ModelError` if it is missing or cannot be read.
         """
         source = self._sources[block_name, param_name]
+        if source.is_stack:  # one part at a time: a rank may hold few of them
+            numbers = range(source.shape[0]) if parts is None else parts
+            return torch.stack([self._part(source, source.name, index) for index in numbers])
         if not source.num_stacked:
             return self._part(source, source.name)
         names = source.tensors
         chosen = names if parts is None else [names[index] for index in parts]
         return torch.stack([self._part(source, name) for name in chosen])
 
-    def _part(self, source: StoredTensor, wanted: str) -> Tensor:
+    def _part(self, source: StoredTensor, wanted: str, index: int | None = None) -> Tensor:
         name = self._stored_name(wanted)
         if name not in self._files:
             raise ModelError(f"{self.folder} has no tensor {wanted}")
         try:
             self._sums.check(self._file(self._files[name]), self._files[name], name)
-            tensor = _taken(self._file(self._files[name]).get_slice(name), source)
+            stored = self._file(self._files[name]).get_slice(name)
+            tensor = _taken(stored if index is None else stored[index : index + 1][0], source)
             return self._with_new_rows(tensor) if source.name in self._of_tokens else tensor
         except (OSError, safetensors.SafetensorError) as error:
             raise ModelError(f"cannot read {name} of {self.folder / self._files[name]}: {error}") from error
@@ -344,12 +351,13 @@ def rounded(value: Tensor, dtype: str, name: str) -> Tensor:
 
 def joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
     """Join parts in Terrace's layout to the tensor of a file, contiguous and with storage of exactly its size."""
-    whole = parts[0]
+    whole, rows = parts[0], int(source.is_stack)
     if source.num_groups == 1:
-        whole = torch.cat(parts) if source.parts else whole
+        whole = torch.cat(parts, rows) if source.parts else whole
     elif source.parts:
-        whole = torch.stack([part.reshape(source.num_groups, -1, *part.shape[1:]) for part in parts], 1).flatten(0, 2)
-    whole = (whole.t() if source.transposed else whole).contiguous()
+        grouped = [part.reshape(*part.shape[:rows], source.num_groups, -1, *part.shape[rows + 1 :]) for part in parts]
+        whole = torch.stack(grouped, rows + 1).flatten(rows, rows + 2)
+    whole = (whole.mT if source.transposed else whole).contiguous()
     # safetensors cannot store a view of a larger tensor.
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 

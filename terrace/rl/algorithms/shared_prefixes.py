@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
-from terrace.model.attention import Capped, MaskPlan, PerMicroBatch, PlannedAttention, attend
+from terrace.model.attention import NO_SINKS, Capped, MaskPlan, PerMicroBatch, PlannedAttention
 from terrace.model.attention_plans import AttentionPlans
+from terrace.model.sinks import attend
 
 # Tokens. Masks grow with the square of the length of shared rows; the bound is a guess.
 LONGEST_SHARED = 512
@@ -40,12 +41,12 @@ class _Pieces:
     masks: tuple[Tensor | None, ...]  # (L, M) each; None is causal
     cap: float = 0.0
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention output (1, N, T, D) of query over key and value (1, K, T, D)."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS) -> Tensor:
+        """Attention output (1, N, T, D) of query over key and value (1, K, T, D), with `sinks` (N)."""
         # One split and one gather, since the gradient of each slice would be as large as the whole tensor.
         queries = torch.split(query, list(self.sizes), 2)
         mixed = [
-            attend(one, keys, values, Capped(mask, self.cap) if self.cap else mask).transpose(1, 2)
+            attend(one, keys, values, Capped(mask, self.cap) if self.cap else mask, sinks).transpose(1, 2)
             for one, keys, values, mask in zip(queries, self._seen(key), self._seen(value), self.masks, strict=True)
         ]
         return torch.cat(mixed, 1).transpose(1, 2)

@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
 from terrace.model.pair_kernels import PairInputs, precise, side_by_side
+from terrace.model.sinks import sinks_gradient, with_sinks
 from terrace.plan.context import Heads
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.program.block_program.steps import ComputeKind
@@ -40,15 +41,18 @@ from terrace.runtime.context.device_layout import DeviceLayout, UlyssesHeads
 from terrace.runtime.context.peer_exchange import PeerExchange, PendingRecv
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, layout: DeviceLayout) -> Tensor:
-    """Attention output (1, N, T, D) of this rank's queries over the keys and values (1, K, T, D) of all ranks."""
-    output: Tensor = _Attend.apply(query, key, value, layout)  # type: ignore[no-untyped-call]
+def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, layout: DeviceLayout) -> Tensor:
+    """Attention output (1, N, T, D) of this rank's queries over the keys and values (1, K, T, D) of all ranks.
+
+    `sinks` (N) are `terrace.model.sinks.NO_SINKS` where there are none.
+    """
+    output: Tensor = _Attend.apply(query, key, value, sinks, layout)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Attend(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: DeviceLayout) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, layout: DeviceLayout) -> Tensor:
         ctx.layout = layout
         of_place = Heads(query.shape[1], key.shape[1], query.shape[3])
         ctx.heads = heads = UlyssesHeads(of_place, layout.comm.group.ulysses)
@@ -60,8 +64,9 @@ class _Attend(Function):
         counts = (heads.queries, heads.keys, heads.keys)
         into = ContextMessage(ContextLeg.INTO)
         own = layout.comm.start(into, layout.into, give, counts, query).whole(layout.num_attention_tokens)
-        out, lse = _forward(layout, *own)
-        ctx.save_for_backward(*own, out, lse)
+        # Once all rounds have been merged, each rank for the heads with which it attends.
+        out, lse = with_sinks(*_forward(layout, *own), sinks[heads.of_queries(layout.comm.member)])
+        ctx.save_for_backward(*own, out, lse, sinks)
         return _back(layout, heads, [out], backward=False)[0]
 
     @staticmethod
@@ -77,8 +82,15 @@ class _Attend(Function):
         # Deferred weight gradients overlap with this message; without one there is no reason to run them now.
         if not layout.into.is_silent:
             layout.comm.in_block.compute_weight_gradients()  # of the layers after attention
-        own = list(pending.whole(layout.num_attention_tokens))
-        return *_back(layout, heads, _backward(layout, own.pop(), *ctx.saved_tensors), backward=True), None
+        (own,) = pending.whole(layout.num_attention_tokens)
+        query, key, value, out, lse, sinks = ctx.saved_tensors
+        of_sinks: Tensor | None = None
+        if ctx.needs_input_grad[3]:
+            # Ranks add up their gradients: of other heads this one has none.
+            part, of_sinks = heads.of_queries(layout.comm.member), sinks.new_zeros(sinks.shape)
+            of_sinks[part] = sinks_gradient(own, out, lse, sinks[part])
+        grads = _backward(layout, own, query, key, value, out, lse)
+        return *_back(layout, heads, grads, backward=True), of_sinks, None
 
 
 def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

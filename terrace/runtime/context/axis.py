@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError, PlanError
 from terrace.model import decoder
-from terrace.model.attention import PlannedAttention, Plans
+from terrace.model.attention import NO_SINKS, PlannedAttention, Plans
 from terrace.model.attention_plans import AttentionPlans
 from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock
 from terrace.plan.context import attention_heads, local_tokens
@@ -128,12 +128,12 @@ class ContextAxis(InBlockAxis):
         """Returns itself: the current micro-batch's layout replaces a mask plan."""
         return self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, window: int = 0) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS, *, window: int = 0) -> Tensor:
         """Attention of the local tokens (1, N, T, D) over the keys and values (1, K, T, D) of all ranks.
 
-        `window` is an index into the model's windows.
+        `sinks` are of this rank's heads (N), `window` is an index into the model's windows.
         """
-        return attend(query, key, value, self._layouts[self._micro].of_window(window))
+        return attend(query, key, value, sinks, self._layouts[self._micro].of_window(window))
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
@@ -158,9 +158,9 @@ class _OfWindow:
         """Returns itself, like `ContextAxis.plan`."""
         return self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS) -> Tensor:
         """As `ContextAxis.attend`, with these layers' window."""
-        return self._axis.attend(query, key, value, self._index)
+        return self._axis.attend(query, key, value, sinks, window=self._index)
 
 
 def _windows(program: Program, modules: Iterable[PlannedAttention]) -> tuple[int, ...]:

@@ -245,6 +245,18 @@ class _Cutter:
         """Record the operand that is gathered on entry; other products use this rank's shard."""
         self._gathered = operation.target
 
+    def core(self, operation: Core) -> None:
+        """Keep the module, with the sinks of this rank's heads. Raises `ModelError` for sinks under columns."""
+        if not operation.sinks:
+            return
+        if self._axis.columns.degree > 1:
+            raise ModelError(
+                f"columns = {self._axis.columns.degree} have the same heads, whose sinks would count several times: "
+                "layers with attention sinks are cut by rows alone"
+            )
+        path, _, own = operation.sinks.rpartition(".")
+        setattr(self._block.get_submodule(path), own, self._take(operation.sinks))
+
     def nothing(self, operation: Operation) -> None:
         """Keep the module: it has no parameters, and runs on a part of its operands as on the whole."""
 
@@ -290,5 +302,6 @@ _RULES: Mapping[type[Operation], Callable[[_Cutter, Any], None]] = {
     Mixture: _Cutter.mixture,
     Loss: _Cutter.loss,
     Score: _Cutter.score,
-    **dict.fromkeys((Rotary, Join, Scale, Core, Activation, Sum), _Cutter.nothing),
+    Core: _Cutter.core,
+    **dict.fromkeys((Rotary, Join, Scale, Activation, Sum), _Cutter.nothing),
 }
