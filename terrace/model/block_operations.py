@@ -170,7 +170,7 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
         value_dim=size,
         window=config.sliding_window,
         cap=config.scales.attention_cap,
-        sinks="attention.sinks" if config.sinks else "",
+        sinks="attention.sinks" if config.has_sinks else "",
     )
     holds = (enter.target.name, *ready)
     yield Product("attention output", (mixed,), (target,), "attention.output", bias, holds=holds)

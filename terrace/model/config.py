@@ -55,7 +55,7 @@ class ModelConfig:
     qk_norm: bool = False  # an rms norm over every head of query and key, before RoPE
     whole_qk_norm: bool = False  # the same over all heads as one
     norms: Literal["before", "after", "both"] = "before"  # of attention and MLP: on their input, on their output
-    sinks: bool = False  # attention has a learned logit per head (terrace.model.sinks)
+    has_sinks: bool = False  # attention has a learned logit per head (terrace.model.sinks)
     norm_offset: bool = False  # rms norms multiply by 1 + weight
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0  # a position sees itself and the window - 1 before it; 0: all before it
@@ -101,7 +101,7 @@ class ModelConfig:
             raise ModelError("rope_scaling has no effect where positions are learned: leave it out")
         check_kinds(self)
         self.latent.check(LATENT_KEYS, self.head_dim, self.rotary_dim)
-        if self.sinks and (self.latent.key_value_rank or self.scales.attention_cap):
+        if self.has_sinks and (self.latent.key_value_rank or self.scales.attention_cap):
             raise ModelError("attention sinks are not implemented beside latent attention or capped scores")
         # Redundant settings are rejected, since equal models must compare equal.
         if self.qkv_bias and self.attention_bias:

@@ -120,7 +120,7 @@ class Attention(PlannedAttention):
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)
         self.output = nn.Linear(query_size, hidden, bias=config.attention_bias, **where)
-        self.sinks: Tensor = nn.Parameter(torch.empty(config.num_heads, **where)) if config.sinks else NO_SINKS
+        self.sinks: Tensor = nn.Parameter(torch.empty(config.num_heads, **where)) if config.has_sinks else NO_SINKS
         # Query, key and value in one product, if terrace.model.arranged has joined them; `_sizes` are their widths.
         self.joined: nn.Module | None = None
         self.run: Runs = keeping

@@ -172,7 +172,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
     """The model that `transformers` loads from a folder."""
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "sdpa"}
     config = load_model(str(folder))
-    if config.scales.attention_cap or config.sinks:
+    if config.scales.attention_cap or config.has_sinks:
         options["attn_implementation"] = "eager"  # no other caps scores, or has sinks
     if config.experts is not None:
         options["experts_implementation"] = "eager"  # the others refuse fp64

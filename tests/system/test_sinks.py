@@ -1,4 +1,4 @@
-"""Attention sinks and experts with biases under plans: the numbers of one process, whatever heads and experts are cut by."""
+"""Attention sinks and experts with biases under plans: the numbers of one process."""
 
 from dataclasses import replace
 from typing import Any

@@ -319,7 +319,7 @@ FAMILIES: Mapping[str, Family] = {
             "experts.num_experts": "num_local_experts",
             "experts.intermediate_size": "intermediate_size",
         },
-        constants=_GATED | {"mlp_bias": False, "sinks": True, "activation": CLAMPED, "experts.has_biases": True},
+        constants=_GATED | {"mlp_bias": False, "has_sinks": True, "activation": CLAMPED, "experts.has_biases": True},
         written={"hidden_act": "silu", "swiglu_limit": 7.0},
         absent={"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
         packed="mxfp4",

@@ -61,7 +61,8 @@ class Pretrained:
         index = weight_files(self.folder)
         # Small models have one file and no index.
         stored = index if index is not None else dict.fromkeys(self._file(SINGLE).keys(), SINGLE)
-        self._open[PACKED] = packed = PackedWeights(stored, self._file)
+        packed = PackedWeights(stored, self._file)
+        self._open |= {PACKED: packed} if packed.names else {}
         self._files = packed.with_own()
 
     @cached_property
