@@ -153,9 +153,9 @@ def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
     source, *up = (each.name for each in activation.reads)
     target, is_relu = activation.target.name, activation.function == "relu"
     if activation.keeps_operands:
-        # One more tensor of this size beside the result, and two beside both gradients.
-        whole = tape.sizes[target]
-        yield Node((source, *up), target, (source, *up), forward_adds=whole, backward_adds=2 * whole)
+        # One more tensor of this size beside the result; two, and a mask, beside both gradients.
+        whole, mask = tape.sizes[target], tape.elements(activation.target)
+        yield Node((source, *up), target, (source, *up), forward_adds=whole, backward_adds=2 * whole + mask)
         return
     active = tape.size(f"activated {source}", tape.sizes[target]) if up else target
     if up and "gated activations" in tape.work.served and activation.target.tokens is not Tokens.ROWS:

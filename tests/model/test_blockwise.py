@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.pair_attention import attend_pairs
 from terrace.base.errors import first_line
 from terrace.model import pair_kernels
-from terrace.model.attention import attend
+from terrace.model.attention import NO_SINKS, attend
 from terrace.model.blockwise import DensePair, dense_mask, merge_, pair_backward, pair_forward
 from terrace.model.pair_kernels import (
     CPU_FLASH,
@@ -307,7 +307,7 @@ def test_a_plan_from_outside_attends_itself() -> None:
     query, key, value = normal(6, 4), normal(6, 2, seed=1), normal(6, 2, seed=2)
 
     class Outside:
-        def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS) -> Tensor:
             return attend_pairs(query, key, value, [DensePair((0, 6), (0, 6), "causal")])
 
     found = attend(query, key, value, Outside())

@@ -94,7 +94,7 @@ def test_a_text_that_ends_leaves_the_batch() -> None:
 
 
 @pytest.mark.parametrize("num_texts", [1, 3])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "normed heads", "tied", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "normed heads", "tied", "mixtral", "glm4_moe", "sunk"])
 def test_arranged_matrices_give_the_same_numbers(name: str, num_texts: int) -> None:
     """Frozen fp32 matrices by columns or packed, biases included; trained and fp64 matrices stay as they are."""
     config = replace(MODELS["llama"], tied_embeddings=True) if name == "tied" else MODELS[name]

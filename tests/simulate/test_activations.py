@@ -78,7 +78,12 @@ def test_the_layer_of_table_2(name: str, t: int, sequence_parallel: bool) -> Non
 
 MIXTURES = EXPERTS | GATED
 VALUES = {f"{name}, values": replace(MODELS[name], scalar_head=True) for name in ("llama", "gpt2")}
-KEPT = [*product(EXPERTS, DTYPES), *((name, "fp32") for name in GATED), *nightly(*product(GATED, ("bf16", "fp64")))]
+KEPT = [
+    *product(EXPERTS, DTYPES),
+    *((name, "fp32") for name in GATED),
+    ("biases", "fp64"),
+    *nightly(*product(GATED, ("bf16", "fp64"))),
+]
 
 
 def know_tokens(block: nn.Module, sequence: int) -> Gating:

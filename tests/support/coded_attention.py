@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from terrace.comm import codecs
+from terrace.model.attention import NO_SINKS
 from terrace.model.layers import Attention
 from terrace.plan.wire import parse_format
 
@@ -58,7 +59,7 @@ class CodedPlans:
         """This object, for any micro-batch."""
         return self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS) -> Tensor:
         """Attention output (1, N, S, D) of a query of that shape over keys and values (1, K, S, D)."""
         query, key, value = (self._moved(x, self._away, self._dealt) for x in (query, key, value))
         others = [self._moved(x, self._all, self._ring) for x in (key, value)]

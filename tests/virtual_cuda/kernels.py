@@ -9,6 +9,7 @@ Shape legend: B batch, N query heads, K key-value heads, D head size, L queries,
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,15 +38,18 @@ def flex(
     score_mod: Callable[..., Tensor] | None = None,
     block_mask: Any = None,
     enable_gqa: bool = False,
-) -> Tensor:
+    return_aux: Any = None,
+) -> Any:
     """FlexAttention, which torch compiles: every score is made, changed and masked."""
     assert enable_gqa or query.shape[1] == key.shape[1], "heads are grouped without enable_gqa"
     places = _places(query, key)
     scores = _scores(query, key, None)
     scores = scores if score_mod is None else score_mod(scores, *places)
     seen = torch.ones((), dtype=torch.bool, device=query.device) if block_mask is None else block_mask.mask_mod(*places)
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
-    return (weights @ _repeated(value, query.shape[1]).to(weights.dtype)).to(query.dtype)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    out = (weights @ _repeated(value, query.shape[1]).to(weights.dtype)).to(query.dtype)
+    return out if return_aux is None else (out, SimpleNamespace(lse=scores.logsumexp(-1)))
 
 
 def _places(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

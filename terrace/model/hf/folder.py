@@ -132,6 +132,12 @@ def token_ids(source: str | Path | None, end_of_text: int | None) -> dict[str, A
     return table
 
 
+def quantisation(source: Path) -> str:
+    """The form in which the config.json of `source` says that its weights are stored; empty for plain floats."""
+    stored = read_table(source / CONFIG, source).get("quantization_config") if (source / CONFIG).is_file() else None
+    return str(stored.get("quant_method", "")).upper() if isinstance(stored, dict) else ""
+
+
 def carried_files(source: str | Path | None, end_of_text: int | None = None) -> dict[str, bytes]:
     """Files (name -> content) of `source` that are copied with any weights: tokenizer and generation config.
 

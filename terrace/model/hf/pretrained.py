@@ -8,6 +8,7 @@ Shape legend: G groups, P parts, d rows of a part in a group.
 
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +28,17 @@ from terrace.model.dcp.reading import DcpWeights
 from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table
 from terrace.model.hf.families import FAMILIES
-from terrace.model.hf.folder import CONFIG, INDEX, METADATA, SINGLE, carried_files, is_dcp, token_ids, weight_files
+from terrace.model.hf.folder import (
+    CONFIG,
+    INDEX,
+    METADATA,
+    SINGLE,
+    carried_files,
+    is_dcp,
+    quantisation,
+    token_ids,
+    weight_files,
+)
 from terrace.model.hf.misfit import misfit_words
 from terrace.model.hf.mxfp4 import PACKED, PackedWeights
 from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
@@ -267,6 +278,8 @@ def write_pretrained(
     if shard_bytes < 1:
         raise ModelError(f"shard_bytes = {shard_bytes} must be at least 1")
     check_new(folder)
+    if source is not None and (packed := quantisation(Path(source))):
+        warnings.warn(f"{source} has weights in {packed}; they are written as {dtype}, without it", stacklevel=2)
     tokens = {**token_ids(source, end_of_text), **(ids or {})}
     table = published_table(to_table(config), str(DTYPES[dtype]).removeprefix("torch."), tokens)
     others: dict[str, str | bytes] = {CONFIG: _json(table), **carried_files(source, end_of_text), **(carried or {})}

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from terrace.model.attention import NO_SINKS
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
 from terrace.model.pair_kernels import PairInputs, precise, side_by_side
 from terrace.model.sinks import sinks_gradient, with_sinks
@@ -41,10 +42,10 @@ from terrace.runtime.context.device_layout import DeviceLayout, UlyssesHeads
 from terrace.runtime.context.peer_exchange import PeerExchange, PendingRecv
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, layout: DeviceLayout) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, layout: DeviceLayout, sinks: Tensor = NO_SINKS) -> Tensor:
     """Attention output (1, N, T, D) of this rank's queries over the keys and values (1, K, T, D) of all ranks.
 
-    `sinks` (N) are `terrace.model.sinks.NO_SINKS` where there are none.
+    `sinks` (N) are those of the query heads.
     """
     output: Tensor = _Attend.apply(query, key, value, sinks, layout)  # type: ignore[no-untyped-call]
     return output

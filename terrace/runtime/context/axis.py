@@ -133,7 +133,7 @@ class ContextAxis(InBlockAxis):
 
         `sinks` are of this rank's heads (N), `window` is an index into the model's windows.
         """
-        return attend(query, key, value, sinks, self._layouts[self._micro].of_window(window))
+        return attend(query, key, value, self._layouts[self._micro].of_window(window), sinks)
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
