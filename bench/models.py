@@ -33,6 +33,19 @@ QWEN3_30B: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+# gpt-oss-120b (2508.10925, table 1), with the defaults of its family.
+GPT_OSS_120B: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 2880,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+}
+
 
 def llama_of(
     hidden: int, layers: int, heads: int, kv_heads: int, inner: int, vocab: int, **more: object

@@ -93,8 +93,9 @@ def _nemo(cells: Cells) -> _Setting:
 
 
 def _mixture(cells: Cells) -> _Setting:
-    device = {"64": "H100", "256": "GB200"}[cells["GPUs"]]
-    return _Setting(device, int(cells["GPUs"]), ("experts", "pipeline"), cells["model"], software="megatron")
+    device = "H100" if cells["model"].startswith("Mixtral") else "GB200"
+    axes = ("experts",) if cells["model"].startswith("gpt-oss") else ("experts", "pipeline")
+    return _Setting(device, int(cells["GPUs"]), axes, cells["model"], software="megatron")
 
 
 def _co2(cells: Cells) -> _Setting:
