@@ -44,6 +44,7 @@ CASES = {
     "gpt2": _FEWER,
     "gpt_neox": _FEWER,
     "mixtral": _HALF,
+    "gpt_oss, 120b": Shares(layers=0.667, heads=0.5, intermediate=0.5),
     "qwen2_moe": Shares(intermediate=0.5),
     "qwen3_moe": Shares(layers=0.5, heads=0.5, intermediate=0.6),
     "glm4_moe, groups, norms, biases": _HALF,
