@@ -237,6 +237,21 @@ def additive_mask(first: Tensor, queries: Tensor, keys: Tensor, window: int, dty
     return torch.zeros(sees.shape, dtype=dtype, device=keys.device).masked_fill_(~sees, -torch.inf)
 
 
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (B, N, S, D) and lse (B, N, S) with `sinks` (N), from those over all keys; `out` is overwritten."""
+    if not len(sinks):
+        return out, lse
+    scores = sinks.to(lse.dtype).view(-1, 1)
+    return out.mul_((lse - scores).sigmoid_().unsqueeze(-1)), lse.logaddexp(scores)
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Gradient (N) of sinks, from the gradient of the output and the results of `with_sinks`."""
+    share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()  # (B, N, S), of a query's softmax
+    delta = (grad.to(lse.dtype) * out).sum(-1)
+    return -(share * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan) -> Tensor:
     """softmax(Q K^T / sqrt(D)) V, (B, N, S, D), for a query of that shape and keys and values (B, K, S, D)."""
     if plan is None:

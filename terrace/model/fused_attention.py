@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from terrace.accelerator import placed
-from terrace.model.attention import NO_SINKS
-from terrace.model.sinks import sinks_gradient, with_sinks
+from terrace.model.attention import NO_SINKS, sinks_gradient, with_sinks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

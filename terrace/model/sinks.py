@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from terrace.model import attention
-from terrace.model.attention import NO_SINKS, MaskPieces, MaskPlan, plain_products
+from terrace.model.attention import NO_SINKS, MaskPieces, MaskPlan, plain_products, sinks_gradient, with_sinks
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
 from terrace.model.pair_kernels import PairInputs
 
@@ -42,21 +42,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, plan: MaskPlan, sinks: Ten
     if isinstance(plan, Tensor):
         return plain_products(query, key, value, plan, sinks=sinks)
     return plan.attend(query, key, value, sinks)
-
-
-def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (B, N, S, D) and lse (B, N, S) with `sinks` (N), from those over all keys; `out` is overwritten."""
-    if not len(sinks):
-        return out, lse
-    scores = sinks.to(lse.dtype).view(-1, 1)
-    return out.mul_((lse - scores).sigmoid_().unsqueeze(-1)), lse.logaddexp(scores)
-
-
-def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Gradient (N) of sinks, from the gradient of the output and the results of `with_sinks`."""
-    share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()  # (B, N, S), of a query's softmax
-    delta = (grad.to(lse.dtype) * out).sum(-1)
-    return -(share * delta).sum((0, 2)).to(sinks.dtype)
 
 
 class _AttendPairs(Function):

@@ -150,10 +150,8 @@ def test_a_folder_in_mxfp4_is_read_as_its_values(tmp_path: Path) -> None:
     theirs = dict(loaded(tmp_path / "ours", torch.bfloat16).named_parameters())
     assert all(torch.equal(theirs[name], value) for name, value in wanted.items())
 
-    name = next(name for name in stored if name.endswith("_scales"))
-    safetensors.torch.save_file(
-        {**stored, name: stored[name][:, :-1].contiguous()}, tmp_path / "packed" / "model.safetensors"
-    )
+    name, file = next(name for name in stored if name.endswith("_scales")), tmp_path / "packed" / "model.safetensors"
+    safetensors.torch.save_file({**stored, name: stored[name][:, :-1].contiguous()}, file)
     with pytest.raises(ModelError, match="MXFP4 has blocks of 16 bytes"):
         Pretrained(tmp_path / "packed").check()
     del stored[name]

@@ -31,10 +31,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from terrace.model.attention import NO_SINKS
+from terrace.model.attention import NO_SINKS, sinks_gradient, with_sinks
 from terrace.model.blockwise import Attended, DensePair, Sums, pair_backward, pair_forward, rows
 from terrace.model.pair_kernels import PairInputs, precise, side_by_side
-from terrace.model.sinks import sinks_gradient, with_sinks
 from terrace.plan.context import Heads
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.program.block_program.steps import ComputeKind
