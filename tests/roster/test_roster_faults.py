@@ -80,7 +80,11 @@ def test_survivors_of_a_fault_lose_no_step_and_wait_no_longer_than_patience(
     found, _ = run_all(log, TERMS, {"a": (), "b": (fault,), "c": ()}, {}, 3, 0.1)
     again = check(log, found, {"a", "c"})
     error = found["b"].error  # of the fault alone
-    assert error is None or (kind == "kill" and "KilledError" in repr(error)), error
+    words = {
+        "kill": "KilledError",
+        "freeze": "finished the run without this island",
+    }  # which it has, if it wakes too late
+    assert error is None or (kind in words and words[kind] in repr(error)), error
     lost = {name for name, _, _ in again.lost}
     assert lost == ({"b"} if kind in ("kill", "freeze") else set())
     if kind == "slow":
