@@ -83,7 +83,7 @@ def test_survivors_of_a_fault_lose_no_step_and_wait_no_longer_than_patience(
     words = {
         "kill": "KilledError",
         "freeze": "finished the run without this island",
-    }  # which it has, if it wakes too late
+    }  # if it wakes too late
     assert error is None or (kind in words and words[kind] in repr(error)), error
     lost = {name for name, _, _ in again.lost}
     assert lost == ({"b"} if kind in ("kill", "freeze") else set())
