@@ -115,7 +115,7 @@ def measure(engine: Engine, layer: Work, flops: int, progress: Progress = lambda
         links[name] = _between_stages(engine, tier)
     progress("the media below the device")
     for medium in plan.keep.media:
-        own[medium] = engine.below.rate(medium)
+        own[medium] = engine.below.rate(medium) or math.nan  # a stage may keep nothing there
         own[_READ.format(medium)], own[_WRITTEN.format(medium)] = engine.below.page_rates(medium)
     if plan.keep.hands_over:
         own[CORES] = engine.below.update_rate(update_rate())
@@ -344,7 +344,7 @@ def _below(engine: Engine, rates: Mapping[str, float]) -> Mapping[str, Medium]:
     found = dict(engine.program.cluster.device.below)
     for name in engine.program.plan.keep.media:
         marks: dict[str, Mark]
-        if rates[name]:
+        if rates[name] > 0:
             whole = rates[name] * found[name].sharers
             marks = {"read_bytes_per_s": "measured", "write_bytes_per_s": "measured"}
             found[name] = replace(found[name], read_bytes_per_s=whole, write_bytes_per_s=whole, marks=marks)

@@ -1,6 +1,7 @@
 """Rows of a table in pages of a file: what is read and written, and what rows that nobody used keep."""
 
 import os
+from collections.abc import Sequence
 from mmap import mmap
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from terrace.plan.kept_rows import RowPages
 from terrace.plan.tables import TableTraffic
 from terrace.runtime.clock import NO_CLOCK
 from terrace.runtime.kept.channel import Channel
-from terrace.runtime.kept.file import KeptFile
+from terrace.runtime.kept.file import KeptFile, PagedFile
 from terrace.runtime.kept.rows import RowsOnDisk, RowState
 
 WIDTH, ROWS = 24, 1000  # a record of 288 bytes, 14 of them in a page
@@ -93,6 +94,66 @@ def test_an_evaluation_holds_nothing_and_a_step_that_is_given_up_writes_nothing(
     rows.forget()
     assert torch.equal(rows.look_up(ids, torch.float32, holds=True), initial()[ids])
     rows.close()
+
+
+def test_a_rank_whose_rows_nobody_looks_up_reads_nothing(tmp_path: Path) -> None:
+    """From the first step on, of a table that begins with zeros and was never written."""
+    ledger, none = Ledger(), torch.empty(0, dtype=torch.int64)
+    rows = rows_in(tmp_path, ledger)
+    assert rows.look_up(none, torch.bfloat16, holds=True).shape == (0, WIDTH)
+    assert not [*rows.parts(0)]
+    rows.store(none)
+    assert moved(ledger) == [0, 0]
+    assert rows.look_up(torch.tensor([7]), torch.float32, holds=True).count_nonzero() == 0
+    rows.close()
+
+
+def test_rows_whose_pages_are_not_held_are_not_updated(tmp_path: Path) -> None:
+    """Of look-ups of an evaluation, between those of a step and its update."""
+    rows = rows_in(tmp_path, Ledger())
+    filled(rows)
+    rows.look_up(torch.tensor([3, 500]), torch.float32, holds=True)
+    rows.look_up(torch.tensor([17, 900]), torch.float32, holds=False)
+    for ids in ([3], [500], [999]):
+        with pytest.raises(AssertionError, match="held"):
+            rows.write(0, torch.tensor(ids), torch.zeros(1, WIDTH))
+    rows.close()
+
+
+def test_a_checkpoint_that_failed_in_a_window_is_followed_by_a_whole_one(tmp_path: Path) -> None:
+    rows = rows_in(tmp_path, Ledger())
+    filled(rows)
+    with pytest.raises(OSError, match="full"), rows.within(slice(0, 28)):
+        raise OSError("full")
+    assert torch.equal(RowState(rows, 0, torch.device("cpu")).tensor.view(ROWS, WIDTH), initial())
+    rows.close()
+
+
+def test_neighbours_in_the_file_and_in_memory_pass_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of more pages than there are calls at a time, in any order of memory; the bytes of each page are its own."""
+    file, calls, places = PagedFile(tmp_path, 4096, 100), list[int](), torch.arange(60)
+    memory, call = mmap(-1, 60 * 4096), os.pwritev
+    numbers = torch.cat([torch.arange(30), torch.arange(40, 99, 2)])  # 30 neighbours, 30 single pages
+    places[:30] = torch.arange(30, 60)
+    places[30:] = torch.arange(30).flip(0)
+
+    def counted(handle: int, parts: Sequence[memoryview], offset: int) -> int:
+        calls.append(len(parts[0]) // 4096)
+        return call(handle, parts, offset)
+
+    monkeypatch.setattr(os, "pwritev", counted)
+    contents = torch.frombuffer(memory, dtype=torch.uint8).view(60, 4096)
+    contents[places, 0] = numbers.to(torch.uint8)
+    file.write_pages(numbers, places, memoryview(memory))
+    assert sum(calls) == 60
+    assert sorted(calls)[:30] == [1] * 30
+    assert len(calls) <= 30 + 16
+    other = mmap(-1, 100 * 4096)
+    file.read_pages(torch.arange(100), torch.arange(100), memoryview(other))
+    found = torch.frombuffer(other, dtype=torch.uint8).view(100, 4096)
+    assert torch.equal(found[numbers, 0].long(), numbers)
+    assert found[40:99][1::2].count_nonzero() == 0  # never written
+    file.close()
 
 
 def test_a_window_is_set_page_by_page(tmp_path: Path) -> None:

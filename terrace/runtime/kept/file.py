@@ -11,8 +11,9 @@ the first step. Each piece ends in a mark of 64 bytes:
 A piece is read in one call and compared with the mark that was last written, so a flipped byte, a write that never
 arrived and bytes of another piece or file are noticed, each with its own words. A piece that was never written is zero.
 
-Pages of rows (`PagedFile`) are small pieces that are read and written many at a time: those that are neighbours in the
-file in one call, and several calls at once, which a disk answers faster than one after the other.
+Pages of rows (`PagedFile`) are small pieces that are read and written many at a time: neighbours in the file in one
+call, and several calls at once, which a disk answers faster than one after the other. The marks of all pages of a
+request are made and compared together.
 
 Direct I/O (open(2), O_DIRECT) moves pieces between the disk and the ring, without a copy in the page cache, which
 would take the memory that this file is there to save. Where a file system has none, pieces pass through the cache
@@ -28,12 +29,15 @@ import threading
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from mmap import mmap
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from terrace.base.errors import ConfigError, TrainingError
 from terrace.base.words import quantity
@@ -46,7 +50,6 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)  # Linux has it
 _Call = Callable[[int, list[memoryview], int], int]  # preadv(2), pwritev(2)
 _AGAIN = "resume from the last checkpoint"
 _AT_ONCE = 16  # calls of a disk at a time: a guess; solid-state disks answer as many without delay
-_MOST_OF_RUN = 1 << 20  # bytes of a call for several pieces, so that large runs are divided over the calls
 
 
 class KeptFile:
@@ -75,12 +78,17 @@ class KeptFile:
     def read(self, number: int, memory: memoryview) -> None:
         """Fill `memory` with a piece. Raises `TrainingError` if it is not what was last written."""
         with self._reading:
-            self._read(number, memory[: self.sizes[number]])
+            piece = memory[: self.sizes[number]]
+            self._fill(number, piece)
+            self._check(number, piece)
 
     def write(self, number: int, memory: memoryview) -> None:
         """Store a piece; the last `MARK_BYTES` of it are overwritten. Raises `TrainingError` if the disk refuses."""
         with self._writing:
-            self._write(number, memory[: self.sizes[number]])
+            piece = memory[: self.sizes[number]]
+            self._versions[number] += 1
+            piece[-MARK_BYTES:] = self._mark(number, piece)
+            self._store(number, piece)
 
     def close(self) -> None:
         """Give the file's room back. A lane that still runs after an error fails at its next piece."""
@@ -89,7 +97,8 @@ class KeptFile:
             self._closed()
             self._handle = -1
 
-    def _read(self, number: int, memory: memoryview, num_pieces: int = 1) -> None:
+    def _fill(self, number: int, memory: memoryview) -> None:
+        """Fill `memory` from the begin of a piece on."""
         start, size, done = self._starts[number], len(memory), 0
         while done < size:
             count = self._call(os.preadv, memory[done:], start + done, "read")
@@ -99,25 +108,18 @@ class KeptFile:
                     f"the disk lost a part of it; {_AGAIN}"
                 )
             done += count
-        for each, piece in self._pieces(number, memory, num_pieces):
-            if wrong := self._wrong(each, piece):
-                raise TrainingError(f"piece {each} of the kept states in {self.folder} {wrong}; {_AGAIN}")
         self._dropped(start, size)
 
-    def _write(self, number: int, memory: memoryview, num_pieces: int = 1) -> None:
+    def _store(self, number: int, memory: memoryview) -> None:
+        """Write `memory` from the begin of a piece on."""
         start, size, done = self._starts[number], len(memory), 0
-        for each, piece in self._pieces(number, memory, num_pieces):
-            self._versions[each] += 1
-            piece[-MARK_BYTES:] = self._mark(each, piece)
         while done < size:
             done += self._call(os.pwritev, memory[done:], start + done, "written")
         self._dropped(start, size)
 
-    @staticmethod
-    def _pieces(number: int, memory: memoryview, num_pieces: int) -> Iterator[tuple[int, memoryview]]:
-        size = len(memory) // num_pieces  # pieces of one call are equal
-        for index in range(num_pieces):
-            yield number + index, memory[index * size : (index + 1) * size]
+    def _check(self, number: int, memory: memoryview) -> None:
+        if wrong := self._wrong(number, memory):
+            raise TrainingError(f"piece {number} of the kept states in {self.folder} {wrong}; {_AGAIN}")
 
     def _mark(self, number: int, memory: memoryview) -> bytes:
         size = len(memory) - MARK_BYTES
@@ -159,50 +161,83 @@ class KeptFile:
 
 
 class PagedFile(KeptFile):
-    """Pieces of the same size, `num_pages` of `page_bytes`, of which many are read or written together."""
+    """Pieces of the same size, `num_pages` of `page_bytes`, of which many are read or written together.
+
+    Shape legend: n pages of a request, in ascending order; a mark has 8 words of 8 bytes, of which word 6 is the
+    checksum.
+    """
 
     def __init__(self, folder: Path, page_bytes: int, num_pages: int) -> None:
         self._make(folder, _Equal(page_bytes, num_pages), range(0, (num_pages + 1) * page_bytes, page_bytes))
+        self._counts = torch.frombuffer(self._versions, dtype=torch.int64)  # the same memory
+        self._summed = page_bytes - MARK_BYTES + _MARK.size  # bytes of a page that its checksum covers
+        self._fresh_sum = zlib.crc32(bytes(self._summed))  # of a page that was never written
         self._pool = ThreadPoolExecutor(_AT_ONCE, "terrace-pages")
 
-    def read_pages(self, numbers: Sequence[int], places: Sequence[int], memory: memoryview) -> None:
-        """Read pages, each into its place in `memory`, counted in pages. Raises `TrainingError` as `read`."""
+    def read_pages(self, numbers: Tensor, places: Tensor, memory: memoryview) -> None:
+        """Read pages (n), each into its place (n) in `memory`, counted in pages. Raises `TrainingError` as `read`."""
         with self._reading:
-            self._each(self._read, numbers, places, memory)
+            sums, expected = torch.tensor(self._each(self._read_run, numbers, places, memory)), self._marks(numbers)
+            expected[:, 6] = sums
+            expected[self._counts[numbers] == 0] = 0
+            is_wrong = (self._found(memory)[places] != expected).any(1)
+            is_wrong |= (self._counts[numbers] == 0) & (sums != self._fresh_sum)
+            for index in is_wrong.nonzero().flatten().tolist():
+                start = int(places[index]) * self.sizes[0]
+                self._check(int(numbers[index]), memory[start : start + self.sizes[0]])
 
-    def write_pages(self, numbers: Sequence[int], places: Sequence[int], memory: memoryview) -> None:
-        """Store pages, each from its place in `memory`. Raises `TrainingError` as `write`."""
+    def write_pages(self, numbers: Tensor, places: Tensor, memory: memoryview) -> None:
+        """Store pages (n), each from its place (n) in `memory`. Raises `TrainingError` as `write`."""
         with self._writing:
-            self._each(self._write, numbers, places, memory)
+            self._counts[numbers] += 1
+            self._found(memory)[places] = self._marks(numbers)
+            self._each(self._write_run, numbers, places, memory)
 
     def close(self) -> None:
         super().close()
         self._pool.shutdown(wait=False)
 
+    def _found(self, memory: memoryview) -> Tensor:
+        """The marks of the pages in `memory` (places, 8)."""
+        return torch.frombuffer(memory, dtype=torch.int64).view(-1, self.sizes[0] // 8)[:, -MARK_BYTES // 8 :]
+
+    def _marks(self, numbers: Tensor) -> Tensor:
+        """The marks of pages without their checksums (n, 8)."""
+        head = _MARK.pack(_MAGIC, self._token, 0, 0, self.sizes[0] - MARK_BYTES).ljust(MARK_BYTES, b"\0")
+        marks = torch.frombuffer(bytearray(head), dtype=torch.int64).repeat(len(numbers), 1)
+        marks[:, 3], marks[:, 4] = numbers, self._counts[numbers]
+        return marks
+
+    def _read_run(self, number: int, memory: memoryview) -> list[int]:
+        """Read neighbours from page `number` on. Returns the checksum of each."""
+        self._fill(number, memory)
+        return [zlib.crc32(memory[at : at + self._summed]) for at in range(0, len(memory), self.sizes[0])]
+
+    def _write_run(self, number: int, memory: memoryview) -> list[int]:
+        """Write neighbours, whose marks are there but for the checksums. Returns nothing."""
+        for at in range(0, len(memory), self.sizes[0]):
+            struct.pack_into("<I", memory, at + self._summed, zlib.crc32(memory[at : at + self._summed]))
+        self._store(number, memory)
+        return []
+
     def _each(
-        self,
-        call: Callable[[int, memoryview, int], None],
-        numbers: Sequence[int],
-        places: Sequence[int],
-        memory: memoryview,
-    ) -> None:
-        size = self.sizes[0]
+        self, call: Callable[[int, memoryview], list[int]], numbers: Tensor, places: Tensor, memory: memoryview
+    ) -> list[int]:
+        """Call a function for the pages of a request, neighbours together. Returns all that it returned, in order."""
+        bounds = torch.arange(_AT_ONCE) * len(numbers) // _AT_ONCE  # a thread has a range of the pages
+        apart = (numbers.diff() != 1) | (places.diff() != 1)
+        starts = torch.unique_consecutive(torch.cat([bounds, apart.nonzero().flatten() + 1]).sort().values)
+        stops = torch.cat([starts[1:], torch.tensor([len(numbers)])])
+        begins = places[starts] * self.sizes[0]
+        ends = begins + (stops - starts) * self.sizes[0]
+        runs = list(zip(numbers[starts].tolist(), begins.tolist(), ends.tolist(), strict=True))
+        firsts = [*torch.searchsorted(starts, torch.unique_consecutive(bounds)).tolist(), len(runs)]
 
-        def run(first: int, last: int) -> None:
-            part = memory[places[first] * size : (places[last] + 1) * size]
-            call(numbers[first], part, last + 1 - first)
+        def work(first: int, last: int) -> list[int]:
+            return [each for number, begin, end in runs[first:last] for each in call(number, memory[begin:end])]
 
-        for _ in self._pool.map(run, *zip(*self._runs(numbers, places), strict=True)):  # raises the first error
-            pass
-
-    def _runs(self, numbers: Sequence[int], places: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """The first and last index of each run of pages that are neighbours in the file and in memory."""
-        most, first = max(1, _MOST_OF_RUN // self.sizes[0]), 0
-        for index in range(1, len(numbers) + 1):
-            follows = index < len(numbers) and numbers[index] == numbers[index - 1] + 1
-            if not follows or places[index] != places[index - 1] + 1 or index - first == most:
-                yield first, index - 1
-                first = index
+        # Raises the first error.
+        return [each for found in self._pool.map(work, firsts[:-1], firsts[1:]) for each in found]
 
 
 class _Equal(Sequence[int]):

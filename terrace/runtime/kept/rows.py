@@ -17,7 +17,7 @@ Shape legend: n distinct rows, H elements of a row, P pages in memory, R rows of
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from math import nan
@@ -40,7 +40,7 @@ from terrace.runtime.stored import Storage
 
 _WINDOW = 1 << 22  # elements of a state that a checkpoint has in memory at a time
 _SAMPLE, _ROUNDS = 2048, 5  # rows or pages whose reads and writes are measured, and how often
-_Call = Callable[[Sequence[int], Sequence[int], memoryview], None]
+_Call = Callable[[Tensor, Tensor, memoryview], None]
 _READ, _WRITE = MessageClass.ROW_READ, MessageClass.ROW_WRITE
 
 
@@ -141,8 +141,10 @@ class KeptRows:
         """Context in which the rows of `window` are all that checkpoints visit."""
         before, self.windows = self.windows, [window]
         self.bring(torch.arange(window.start, window.stop))
-        yield
-        self.windows = before
+        try:
+            yield
+        finally:  # after an error, too: what is read next is the whole table
+            self.windows = before
 
     def _count(self, message: MessageClass, num_bytes: int, expected: int) -> None:
         self._channel.count(message, num_bytes)
@@ -204,6 +206,7 @@ class RowsOnDisk(KeptRows):
         self._file = PagedFile(folder, pages.page_bytes, pages.num_pages)
         self.words = self._file.words
         self._memory, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
+        self._states = self._views(self._memory)
         self._held = self._at = torch.empty(0, dtype=torch.int64)  # pages in memory, ascending, and the place of each
         self._is_updated = self._is_changed = False  # whether an update of what is held may follow; outside of a step
         self._written: Ticket = DONE
@@ -277,24 +280,26 @@ class RowsOnDisk(KeptRows):
         return wanted[~torch.isin(wanted, self._held, assume_unique=True)]
 
     def _places(self, rows: Tensor) -> Tensor:
-        return self._at[torch.searchsorted(self._held, rows // self.pages.rows_of_page)]
+        pages = rows // self.pages.rows_of_page
+        found = torch.searchsorted(self._held, pages).clamp_(max=max(0, len(self._held) - 1))
+        assert torch.equal(self._held[found], pages), "rows are read and written while their pages are held"
+        return self._at[found]
 
     def _reading(self, pages: Tensor) -> Work:
         """Give further `pages` (ascending) a place in memory. Returns the work that reads them there."""
-        numbers, first = pages.tolist(), len(self._held)
-        places = range(first, first + len(numbers))
-        self._reserve(places.stop)
+        places = torch.arange(len(self._held), len(self._held) + len(pages))
+        self._reserve(len(self._held) + len(pages))
         self._held, order = torch.cat([self._held, pages]).sort()
-        self._at = torch.cat([self._at, torch.arange(places.start, places.stop)])[order]
-        return self._paced(self._file.read_pages, MessageClass.KEEP_READ, numbers, places)
+        self._at = torch.cat([self._at, places])[order]
+        return self._paced(self._file.read_pages, MessageClass.KEEP_READ, pages, places)
 
     def _put(self, pages: Tensor) -> None:
         """Begin to write held `pages` (ascending)."""
-        places = self._at[torch.searchsorted(self._held, pages)].tolist()
-        work = self._paced(self._file.write_pages, MessageClass.KEEP_WRITE, pages.tolist(), places)
+        places = self._at[torch.searchsorted(self._held, pages)]
+        work = self._paced(self._file.write_pages, MessageClass.KEEP_WRITE, pages, places)
         self._written = self._channel.writer.submit(self._channel.timed(work, _WRITE))
 
-    def _paced(self, call: _Call, lane: MessageClass, numbers: Sequence[int], places: Sequence[int]) -> Work:
+    def _paced(self, call: _Call, lane: MessageClass, numbers: Tensor, places: Tensor) -> Work:
         name, num_bytes, view = lane_below(lane, self.pages.medium), len(numbers) * self.pages.page_bytes, self._view
 
         def work() -> None:
