@@ -68,7 +68,7 @@ class RowPages:
         return self.num_pages * self.page_bytes
 
     def of_look_up(self, num_rows: int, num_new_pages: int) -> int:
-        """Bytes that a look-up of `num_rows` distinct rows reads, of whose pages `num_new_pages` are not held yet."""
+        """Bytes that a look-up of `num_rows` distinct rows reads, which are in `num_new_pages` pages not in memory."""
         return num_rows * self.state_bytes[0] if self.medium == HOST else num_new_pages * self.page_bytes
 
     def of_update(self, num_rows: int, num_pages: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class RowPages:
         ranks = prod(look_ups.degrees)
 
         def share(number: int, micros: int) -> float:
-            """Of `number` rows or pages on a rank, those that some of so many micro-batches of all ranks look up."""
+            """Mean number of distinct rows or pages, of `number` on a rank, that `micros` micro-batches look up."""
             return distinct(number * ranks, micros * look_ups.tokens * ranks) / ranks
 
         rows, pages = share(self.num_rows, num_micros), share(self.num_pages, num_micros)
@@ -142,9 +142,9 @@ def rows_at_once(plan: Plan, width: int) -> int:
 
 
 def passing_bytes(plan: Plan, look_ups: TableTraffic, num_micros: int, *, in_host: bool) -> int:
-    """Mean bytes on the device of rows that an update has there; `in_host`, and of pages that wait for the update.
+    """Mean bytes on the device of the rows that an update has there.
 
-    `in_host`: the device is the host.
+    With `in_host` the device is the host: pages that wait for the update are there, too.
     """
     if not plan.keep.table_below or not look_ups.trains:
         return 0

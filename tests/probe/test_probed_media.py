@@ -17,6 +17,8 @@ from tests.support.toys import cluster_of
 def test_a_disk_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
     found = measure_disk(Stopwatch(1, HOST), tmp_path, 1)
     assert 1e6 < found.bytes_per_s < 1e12
+    assert 1e2 < found.pages_read_per_s < 1e8
+    assert 1e2 < found.pages_written_per_s < 1e8
     assert found.free_bytes > 1e6
     assert not list(tmp_path.iterdir())
     assert measure_disk(Stopwatch(1, HOST), tmp_path / "missing", 1) == NO_MEDIUM
@@ -25,12 +27,16 @@ def test_a_disk_is_measured_and_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("num_ranks", "shared_by", "sharers"), [(1, "", 1), (2, "package", 2), (8, "all", 8)])
 def test_ranks_of_a_machine_share_its_disk(num_ranks: int, shared_by: str, sharers: int) -> None:
     start = cluster_of(2, 2, 2)
-    sample = MediumSample(bytes_per_s=1e8, free_bytes=1e11, num_ranks=num_ranks)
+    sample = MediumSample(
+        bytes_per_s=1e8, free_bytes=1e11, pages_read_per_s=1e4, pages_written_per_s=5e3, num_ranks=num_ranks
+    )
     device = with_medium(start, start.device, "disk", sample)
     disk = replace(start, device=device).device.below["disk"]
     assert (disk.shared_by, disk.sharers) == (shared_by, sharers)
     assert disk.read_s(1e8) == disk.write_s(1e8) == pytest.approx(1.0), "what a rank reached is what it is given"
-    assert disk.marks["read_bytes_per_s"] == "measured"
+    assert disk.pages_read_s(1e4, 1.0) == pytest.approx(1.0)
+    assert disk.pages_written_s(5e3, 1.0) == pytest.approx(1.0)
+    assert disk.marks["read_bytes_per_s"] == disk.marks["write_pages_per_s"] == "measured"
 
 
 def test_without_a_disk_the_file_keeps_its_own() -> None:

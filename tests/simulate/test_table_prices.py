@@ -197,6 +197,21 @@ def test_rows_below_leave_the_memory_of_the_device_and_must_fit_their_medium() -
         verify(build(cluster, step.plan, step.blocks, MICROS, SEQUENCE), 0)
 
 
+def test_the_verifier_refuses_an_update_of_rows_before_a_look_up() -> None:
+    """Rules of gradients say so (terrace.program.verify): rows are not read behind their update in a step."""
+    program = built(Keep(table="disk"))
+    verify(program)
+    update = Instruction(Op.UPDATE, 0)
+    look_ups = [each for each in program.instructions if (each.op, each.block) == (Op.FORWARD, 0)]
+    assert len(look_ups) == MICROS
+    for look_up in look_ups:
+        for moved, other, behind in ((update, look_up, 0), (look_up, update, 1)):
+            instructions = [each for each in program.instructions if each != moved]
+            instructions.insert(instructions.index(other) + behind, moved)
+            with pytest.raises(ProgramError, match="it needs"):
+                verify(replace(program, instructions=tuple(instructions)))
+
+
 def test_rows_below_are_among_the_changes_of_a_step_that_does_not_fit() -> None:
     step, _ = kept_step(Keep())
     needed = cost_of(predict_step(step)).needed_bytes

@@ -15,6 +15,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.plan.keep import Keep
 from terrace.plan.wire import MessageClass
+from terrace.runtime.finite import NonFiniteError
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.tracing import Tracer
 from tests.support.checkpoints import contents, differing, make, train
@@ -184,3 +185,51 @@ def test_a_run_goes_on_with_the_same_bits_with_and_without_rows_below(pool: Loca
     for losses, names in pool.run(2, went_on, tmp_path, timeout_s=120.0):
         assert names == [[], []]
         assert losses == [losses[0]] * 3
+    assert pool.run(1, on_one_rank, tmp_path, timeout_s=60.0) == [[[], [], []]]
+
+
+def on_one_rank(world: World, folder: Path) -> list[list[str]]:
+    """How a checkpoint of two ranks differs from what one rank writes that has read it, under three plans."""
+    (checkpoint,), found = (folder / "checkpoints").glob("step-*"), list[list[str]]()
+    for number, stored in enumerate(
+        ({}, {"vocabulary": {"package": 1}}, {"vocabulary": {"package": 1}, "keep": ON_DISK})
+    ):
+        engine = make(world, (1,), "ddp", "bf16", 9, MODEL, stored=stored)
+        resume(engine, Checkpoint(checkpoint))
+        engine.drain()
+        copy = folder / f"alone {number}"
+        save(engine, copy, 2, {}, 2)
+        found.append(differing(contents(checkpoint), contents(next((copy / "checkpoints").glob("step-*")))))
+        engine.close()
+    return found
+
+
+def given_up(world: World, case: Case) -> tuple[list[float], list[int]]:
+    """Losses of two steps behind one that is given up, and the bytes of rows that the latter has moved."""
+    engine = engine_of(world, cluster_of(1), case)
+    engine.step(case.batches(engine, case, 0), case.optimizer.lr)
+    engine.drain()
+    before = [engine.comm.ledger.total().get((message, "disk"), 0) for message in ROWS]
+    poisoned = next(iter(engine.state.modules[1].parameters())).data
+    values = poisoned.clone()
+    poisoned.fill_(torch.nan)
+    with pytest.raises(NonFiniteError):
+        engine.step(case.batches(engine, case, 1), case.optimizer.lr)
+    engine.drain()
+    moved = [
+        engine.comm.ledger.total().get((message, "disk"), 0) - had for message, had in zip(ROWS, before, strict=True)
+    ]
+    poisoned.copy_(values)
+    losses = [engine.step(case.batches(engine, case, step), case.optimizer.lr).loss for step in (2, 3)]
+    engine.check_bytes()
+    engine.close()
+    return losses, moved
+
+
+def test_a_step_that_is_given_up_writes_no_page(pool: LocalPool) -> None:
+    _, case, keep = ALL["one rank"]
+    below = replace(case, plan=replace(case.plan, keep=keep))
+    ((before, _),), ((after, moved),) = (pool.run(1, given_up, each, timeout_s=60.0) for each in (case, below))
+    assert after == before
+    assert moved[0] > 0
+    assert moved[1] == 0

@@ -1,15 +1,14 @@
-"""Rows of a table that are kept below the device (terrace.plan.kept_rows): what a step looks up comes, what it updates
-goes back.
+"""Rows of a table that are kept below the device (terrace.plan.kept_rows), in the host's memory or in a file.
 
-The records of a table are a tensor of pages. In the host's memory that is the whole table. Of a file it is what a step
-has read so far: pages are read when rows of them are first looked up, stay in the host's memory until the update, and
-are written if it has changed a row of them. Until that is over no page is read.
+Records are a tensor of pages in the host's memory: all pages of the table, or those that a step has read from its file.
+A page of a file is read when one of its rows is first looked up, stays in memory until the update, and is written if
+the update has changed one of its rows. No page is read before all writes are over.
 
     lane row_read     pages of look-up 1     pages that look-up 2 is the first to need
     compute           F1 ................... F2 .................... B2  B1  CLIP  UPDATE
     lane row_write                                                                        pages of updated rows
 
-Rows are gathered from pages in the host's memory, and an update has some of them on the device at a time.
+Look-ups gather rows from the pages in memory. An update has some rows on the device at a time.
 
 Shape legend: n distinct rows, H elements of a row, P pages in memory, R rows of a page.
 """
@@ -67,7 +66,7 @@ class KeptRows:
         self._states = list[Tensor]()  # of the pages in memory (P, R, H)
         self._rows_at_once = num_at_once
         size = max(1, _WINDOW // pages.width // pages.rows_of_page) * pages.rows_of_page
-        # The rows that checkpoints visit, a part at a time.
+        # Checkpoints read and write the rows of one window at a time.
         self.windows = [slice(at, min(pages.num_rows, at + size)) for at in range(0, pages.num_rows, size)]
 
     def look_up(self, rows: Tensor, dtype: torch.dtype, *, holds: bool) -> Tensor:
@@ -75,11 +74,11 @@ class KeptRows:
         raise NotImplementedError
 
     def store(self, rows: Tensor) -> None:
-        """Begin to store the records of distinct ascending `rows`, which an update has changed. Forgets all others."""
+        """Begin to store the records of distinct ascending `rows`, which an update has changed. Drops all others."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Forget the rows of a step that updates none."""
+        """Drop the rows of a step that updates none."""
 
     def bring(self, rows: Tensor) -> None:
         """Make ascending `rows` (n, on the CPU) readable outside of a step. What was `changed` before is stored."""
@@ -95,18 +94,18 @@ class KeptRows:
             self.changed()
 
     def rate(self, device: torch.device) -> float:
-        """Bytes per second in each direction of moving rows to a device and back; 0: they move in pages."""
+        """Bytes of rows per second that move to a device, and as many back; 0 if they move in pages."""
         return 0.0
 
     def page_rates(self) -> tuple[float, float]:
-        """Pages read and written per second, at random places; nan: there are none. Changes no state."""
+        """Pages at random places that are read per second, and written; nan without pages. Changes no state."""
         return nan, nan
 
     def drain(self) -> None:
-        """Wait until all rows have their place."""
+        """Wait until all changed rows are stored."""
 
     def close(self) -> None:
-        """Give the room of the rows back."""
+        """Free the room of the rows."""
 
     def read(self, state: int, rows: Tensor) -> Tensor:
         """One state (n, H) of rows that are there, on the device of `rows`."""
@@ -125,20 +124,20 @@ class KeptRows:
         raise NotImplementedError
 
     def parts(self, num_rows: int) -> Iterator[slice]:
-        """The parts of an update of so many rows that are on the device one after the other."""
+        """Slices of the rows of an update, which are on the device one after the other."""
         for first in range(0, num_rows, self._rows_at_once):
             self._channel.on_piece()
             yield slice(first, min(num_rows, first + self._rows_at_once))
 
     def visits(self) -> Iterator[slice]:
-        """The elements of each window; while one is yielded, its rows are all that checkpoints visit."""
+        """The elements of each window. While one is yielded, checkpoints see its rows alone."""
         for window in self.windows:
             with self.within(window):
                 yield slice(window.start * self.pages.width, window.stop * self.pages.width)
 
     @contextmanager
     def within(self, window: slice) -> Iterator[None]:
-        """Context in which the rows of `window` are all that checkpoints visit."""
+        """Context in which checkpoints see the rows of `window` alone."""
         before, self.windows = self.windows, [window]
         self.bring(torch.arange(window.start, window.stop))
         try:
