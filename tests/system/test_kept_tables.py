@@ -191,9 +191,8 @@ def test_a_run_goes_on_with_the_same_bits_with_and_without_rows_below(pool: Loca
 def on_one_rank(world: World, folder: Path) -> list[list[str]]:
     """How a checkpoint of two ranks differs from what one rank writes that has read it, under three plans."""
     (checkpoint,), found = (folder / "checkpoints").glob("step-*"), list[list[str]]()
-    for number, stored in enumerate(
-        ({}, {"vocabulary": {"package": 1}}, {"vocabulary": {"package": 1}, "keep": ON_DISK})
-    ):
+    spread: Mapping[str, Any] = {"vocabulary": {"package": 1}}
+    for number, stored in enumerate(({}, spread, {**spread, "keep": ON_DISK})):
         engine = make(world, (1,), "ddp", "bf16", 9, MODEL, stored=stored)
         resume(engine, Checkpoint(checkpoint))
         engine.drain()
