@@ -1,6 +1,7 @@
 """A row is a published figure beside the modelled one; a table has a source, its errors and their limits."""
 
 import csv
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ _DATA = Path(__file__).parent / "data"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One published figure; `cells` says which, in the order of the table's heads."""
+    """One published figure; `cells` says which, in the order of the table's heads. `limit` is on its absolute error."""
 
     cells: tuple[str, ...]
     published: float
     modelled: float
+    limit: float = math.inf
 
     @property
     def error(self) -> float:
@@ -27,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows of one source. A limit is on the absolute error; it guards `mean_error` and `max_error`."""
+    """Rows of one source. A limit is on the absolute error; it guards `mean_error` and `max_error`, or one row."""
 
     title: str
     text: str
@@ -51,6 +53,12 @@ class Table:
     def bias(self) -> float:
         """Mean of the signed errors: below zero the model is too low."""
         return statistics.fmean(row.error for row in self.rows)
+
+    @property
+    def is_within(self) -> bool:
+        """Whether the errors are within their limits."""
+        each = all(abs(row.error) <= row.limit for row in self.rows)
+        return each and self.mean_error <= self.mean_limit and self.max_error <= self.max_limit
 
     def summary(self) -> tuple[str, ...]:
         """Return the cells of this table's line in the summary."""

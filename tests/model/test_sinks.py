@@ -151,6 +151,11 @@ def test_a_folder_in_mxfp4_is_read_as_its_values(tmp_path: Path) -> None:
     assert all(torch.equal(theirs[name], value) for name, value in wanted.items())
 
     name, file = next(name for name in stored if name.endswith("_scales")), tmp_path / "packed" / "model.safetensors"
+    scales = stored[name].clone()
+    scales[1, -1] = 255
+    safetensors.torch.save_file({**stored, name: scales}, file)
+    with pytest.raises(ModelError, match=r"_scales has scales of 255, which stand for no number"):
+        our_logits(pretrained.config, Pretrained(tmp_path / "packed").value, torch.float64)
     safetensors.torch.save_file({**stored, name: stored[name][:, :-1].contiguous()}, file)
     with pytest.raises(ModelError, match="MXFP4 has blocks of 16 bytes"):
         Pretrained(tmp_path / "packed").check()

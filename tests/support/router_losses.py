@@ -98,7 +98,8 @@ def router_losses(
 
 def _logits(router: Router, tokens: Tensor) -> Tensor:
     if router.config.gate != "cosine":
-        return tokens @ router.weight.t()
+        logits = tokens @ router.weight.t()
+        return logits if router.logit_bias is None else logits + router.logit_bias
     projected = tokens @ router.projection.t()
     return torch.cosine_similarity(projected[:, None], router.weight, dim=-1) / router.temperature.exp()
 

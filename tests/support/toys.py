@@ -167,6 +167,7 @@ _LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk
 # Attention sinks, every other layer with a window; experts with biases and a clamped gate.
 _SUNK = _LLAMA | {"model_type": "gpt_oss", "head_dim": 6, "sliding_window": 3, "num_local_experts": 8}
 _SUNK |= {"num_experts_per_tok": 3, "intermediate_size": 6}
+_FROZEN_SINKS = ("layers.1.*", "layers.0.attention.sinks", "layers.2.mlp.down.*", "layers.3.mlp.gate.bias")
 
 
 def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed: str = "", **changes: object) -> Model:
@@ -300,6 +301,7 @@ MODELS = {
     "wide sunk": _decoder_model(_SUNK | _WIDE, tied_embeddings=True),
     "wide sunk, 1 kv head": _decoder_model(_SUNK | _WIDE | {"num_key_value_heads": 1}),
     "deep sunk": _decoder_model(_SUNK | _DEEP, tied_embeddings=True),
+    "deep sunk, frozen parts": _decoder_model(_SUNK | _DEEP, _FROZEN_SINKS, tied_embeddings=True),
     "llama, many ids": _decoder_model(_LLAMA | _MANY_IDS),
     "gpt2, many ids": _decoder_model(_GPT2 | _MANY_IDS, tied_embeddings=False),
     "llama, many frozen ids": _decoder_model(_LLAMA | _MANY_IDS, ("embedding.*",)),

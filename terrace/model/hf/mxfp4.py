@@ -4,9 +4,10 @@ A tensor NAME (E, in, out), one matrix per expert, is stored as two tensors of b
 
     NAME_blocks (E, out, in / 32, 16)    two floats (e2m1: sign, two bits of exponent, one of mantissa) per byte, the
                                          first one in the lower half
-    NAME_scales (E, out, in / 32)        the exponent of each block, plus 127
+    NAME_scales (E, out, in / 32)        the exponent of each block, plus 127; 255 stands for no number
 
-The value of an element is its float times 2^(scale - 127), which bf16 holds exactly, except where it underflows.
+The value of an element is its float times 2^(scale - 127). bf16 holds it exactly, except for values of 2^128 and more,
+which become infinite.
 
 Shape legend: E experts, G = in / 32 blocks of a row.
 """
@@ -21,7 +22,7 @@ from terrace.base.errors import ModelError
 
 PACKED = "weights in MXFP4"  # in place of a file's name
 BLOCKS, SCALES = "_blocks", "_scales"
-_BLOCK, _BIAS = 32, 127
+_BLOCK, _BIAS, _NO_NUMBER = 32, 127, 255
 _FLOATS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the lower three bits; the fourth is the sign
 
 
@@ -62,10 +63,13 @@ class PackedWeights:
 
 
 class PackedSlice:
-    """A tensor (E, in, out) in MXFP4. Raises `ModelError` for blocks and scales of other shapes or types."""
+    """A tensor (E, in, out) in MXFP4.
+
+    Raises `ModelError` for blocks and scales of other shapes or types, and when scales that are no numbers are read.
+    """
 
     def __init__(self, name: str, blocks: Any, scales: Any) -> None:
-        self._blocks, self._scales = blocks, scales
+        self._name, self._blocks, self._scales = name, blocks, scales
         of_blocks, of_scales = (tuple(each.get_shape()) for each in (blocks, scales))
         dtypes = {str(each.get_dtype()) for each in (blocks, scales)}
         if dtypes != {"U8"} or len(of_blocks) != 4 or of_blocks != (*of_scales, _BLOCK // 2):
@@ -85,4 +89,9 @@ class PackedSlice:
 
     def __getitem__(self, experts: slice) -> Tensor:
         """The matrices (e, in, out) of `experts`."""
-        return unpacked(self._blocks[experts], self._scales[experts]).transpose(1, 2)
+        scales = self._scales[experts]
+        if bool((scales == _NO_NUMBER).any()):
+            raise ModelError(
+                f"{self._name}{SCALES} has scales of {_NO_NUMBER}, which stand for no number: download the weights again"
+            )
+        return unpacked(self._blocks[experts], scales).transpose(1, 2)
