@@ -79,7 +79,9 @@ def _mixtral() -> _Published:
         expert_chunks=_ONE,
         schedule="interleaved:8",
     )
-    return _Published(name="Mixtral 8x7B", model=model, cluster=cluster, plan=plan, batch=256, limit=0.10, teraflops=438.0)
+    return _Published(
+        name="Mixtral 8x7B", model=model, cluster=cluster, plan=plan, batch=256, limit=0.10, teraflops=438.0
+    )
 
 
 def _qwen3() -> _Published:

@@ -92,6 +92,6 @@ class PackedSlice:
         scales = self._scales[experts]
         if bool((scales == _NO_NUMBER).any()):
             raise ModelError(
-                f"{self._name}{SCALES} has scales of {_NO_NUMBER}, which stand for no number: download the weights again"
+                f"{self._name}{SCALES} has scales of {_NO_NUMBER}, which stand for no number: download them again"
             )
         return unpacked(self._blocks[experts], scales).transpose(1, 2)
