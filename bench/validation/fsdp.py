@@ -85,17 +85,17 @@ et al. 2510.15596) is the spread of clocks that the presets already have.
 """
 
 
-def tables() -> list[Table]:
-    """Return the published rows with modelled steps, by kind of device."""
+def tables(every: int = 1) -> list[Table]:
+    """Return each `every`-th published row with its modelled step, by kind of device."""
     return [
-        _table("MosaicML, MPT with FSDP on A100", _A100_TEXT, "a100", mean_limit=0.06, max_limit=0.30),
-        _table("MosaicML, MPT with FSDP on H100", _H100_TEXT, "h100", mean_limit=0.075, max_limit=0.30),
+        _table("MosaicML, MPT with FSDP on A100", _A100_TEXT, "a100", every, mean_limit=0.06, max_limit=0.30),
+        _table("MosaicML, MPT with FSDP on H100", _H100_TEXT, "h100", every, mean_limit=0.075, max_limit=0.30),
     ]
 
 
-def _table(title: str, text: str, device: str, mean_limit: float, max_limit: float) -> Table:
+def _table(title: str, text: str, device: str, every: int, mean_limit: float, max_limit: float) -> Table:
     rows = []
-    for line in read_rows("mosaicml_fsdp.csv"):
+    for line in read_rows("mosaicml_fsdp.csv", every):
         if not line["device"].startswith(device):
             continue
         step, parts = step_of(line)

@@ -59,9 +59,9 @@ product takes operands in any order of dims, so that nothing is transposed.
 """
 
 
-def tables() -> list[Table]:
-    """The rows on H100 in bf16, those in fp8, and those on Blackwell."""
-    lines = read_rows("nemo.csv")
+def tables(every: int = 1) -> list[Table]:
+    """The rows on H100 in bf16, those in fp8, and those on Blackwell; of each, every `every`-th of the file."""
+    lines = read_rows("nemo.csv", every)
     hopper = [line for line in lines if line["system"] == "dgx-h100"]
     return [
         _table("H100 in bf16", _TEXT, [line for line in hopper if line["precision"] == "bf16"], 0.03, 0.08),

@@ -74,8 +74,11 @@ class Table:
     def markdown(self) -> str:
         """Return the section of this table."""
         heads = (*self.heads, f"published, {self.unit}", f"modelled, {self.unit}", "error")
-        body = [(*row.cells, f"{row.published:.4g}", f"{row.modelled:.4g}", f"{row.error:+.1%}") for row in self.rows]
-        return f"## {self.title}\n\n{self.text.strip()}\n\n{markdown_table(heads, body)}"
+        return f"## {self.title}\n\n{self.text.strip()}\n\n{markdown_table(heads, self.body())}"
+
+    def body(self) -> list[tuple[str, ...]]:
+        """Return the cells of the rows in the section."""
+        return [(*row.cells, f"{row.published:.4g}", f"{row.modelled:.4g}", f"{row.error:+.1%}") for row in self.rows]
 
 
 def markdown_table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
@@ -84,10 +87,10 @@ def markdown_table(heads: Sequence[str], body: Sequence[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def read_rows(name: str) -> list[dict[str, str]]:
-    """Return the rows of a file in `data/`, without the lines that tell its source."""
+def read_rows(name: str, every: int = 1) -> list[dict[str, str]]:
+    """Return each `every`-th row of a file in `data/`, without the lines that tell its source."""
     with open(_DATA / name, encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(line for line in file if not line.startswith("#")))
+        return list(csv.DictReader(line for line in file if not line.startswith("#")))[::every]
 
 
 def gpt(num_layers: int, hidden: int, heads: int, sequence: int, vocab: int) -> ModelConfig:

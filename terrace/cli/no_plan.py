@@ -5,7 +5,9 @@ from dataclasses import replace
 
 from terrace.base.words import counted, seconds
 from terrace.cli.output import on_a_terminal
+from terrace.cli.task import software_words
 from terrace.model.facts import layers_of
+from terrace.plan.as_software import axes_of
 from terrace.plan.plan import AXES
 from terrace.planner.divisions import divisors
 from terrace.planner.least_nodes import MAX_GROWTH, least_nodes
@@ -64,13 +66,18 @@ def _no_shape(space: Space, pinned: Sequence[str]) -> str:
             "--nodes"
         )
     over = f" on {islands}" if islands else ""
+    over += software_words(task.cluster)
     words = f"no plan with the {axes_words(axes)} satisfies {' and '.join(pinned)} with {batch}{over}"
     for name in AXES:
         # A pin on an axis that is not searched contradicts --axes; say so instead of blaming the batch.
         if name not in axes and space.pins.ranges.get(name, (1, 1))[0] > 1:
             return f"{words}: the {name} axis is pinned above 1 but not searched; add --axes {','.join(axes)},{name}"
     words += f": {unsatisfied(space) or 'drop a pin'}"
-    return words if set(axes) == set(AXES) else f"{words}, or search more axes, as with --axes all"
+    return words if set(axes) >= {*_every_axis(task)} else f"{words}, or search more axes, as with --axes all"
+
+
+def _every_axis(task: Task) -> tuple[str, ...]:
+    return axes_of(task.cluster.device.software, AXES)
 
 
 def _sizes_that_divide(task: Task) -> str:
@@ -115,7 +122,7 @@ def _freer_words(space: Space, pinned: Sequence[str], limit: int) -> str:
     task = space.task
     pins, axes = f"without {' and '.join(pinned)}", "with --axes all"
     freer = {pins: replace(space, pins=Pins())} if pinned else {}
-    if {*space.axes} != {*AXES}:
+    if not {*space.axes} >= {*_every_axis(task)}:
         freer[axes] = replace(space, axes=AXES)
         if pinned:
             freer[f"{pins} and {axes}"] = Space(task=task)

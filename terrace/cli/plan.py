@@ -22,7 +22,7 @@ from terrace.cli.files import check_count, write_file
 from terrace.cli.lines import Plan as PlanLine
 from terrace.cli.no_plan import axes_words, nothing_words
 from terrace.cli.overrides import parse_overrides
-from terrace.cli.task import check_output, check_price, read_task, task_words
+from terrace.cli.task import as_option, check_output, check_price, read_task, software_words, task_words, with_axes
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
@@ -40,7 +40,7 @@ from terrace.planner.members import Deal, best_deal, slowest
 from terrace.planner.narrow_states import parse_ways
 from terrace.planner.operations import parse_operations
 from terrace.planner.outer_bounds import parse_outer
-from terrace.planner.pins import Pins, parse_axes, parse_pins
+from terrace.planner.pins import Pins, parse_pins
 from terrace.planner.products import ProductsFound, find_with, take_products
 from terrace.planner.ranking import Estimate
 from terrace.planner.schedule_pins import check_schedule
@@ -95,7 +95,8 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_output("--out", options.out, options)
     if options.out.suffix != ".toml":
         raise ConfigError(f"--out {options.out} must end in .toml: that is how commands know a plan's file")
-    task, axes = read_task(options, rest, read_planned(options.plan), also=("plan",)), parse_axes(options.axes)
+    task = read_task(options, rest, read_planned(options.plan), also=("plan",))
+    axes = with_axes(task.cluster, options.axes)
     given = replace(task, operations=parse_operations(options.recompute, task.blocks, axes))
     own = _own_plan(options, rest, given)
     # Under equal shares the slowest member decides, so plans are searched as if all were like it.
@@ -313,14 +314,14 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
     head = (
         f"# Found by terrace plan for {counted(task.batch, 'sequence')} of {counted(task.sequence, 'token')} a step on "
         f"cluster {name}\n# with {task.cluster.tiers[-1].size} on tier {task.cluster.tiers[-1].name}; "
-        f"predicted step {step}. [task] below says what it was made for.\n"
+        f"predicted step {step}{software_words(task.cluster)}. [task] below says what it was made for.\n"
     )
     table = dump(plan)
     table[TASK] = planned_table(task.model, task.cluster, task.batch, task.sequence)
     write_file("--out", options.out, sealed_toml(head + tomli_w.dumps(table)))
     from terrace.launch.called import called  # here, as below: --help needs none of it
 
-    look = f"to look at its step: {called()} simulate {quote(str(options.out))}"
+    look = f"to look at its step: {called()} simulate {quote(str(options.out))}{as_option(task.cluster)}"
     if refused is not None:
         said = filled(f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}")
         return f"{said}\n{look}"

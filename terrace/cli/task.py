@@ -19,8 +19,9 @@ from terrace.model.blocks import num_active_params
 from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.facts import family_of, is_dense
 from terrace.model.spec import BlockSpec
-from terrace.plan.as_software import reductions
-from terrace.plan.plan import FUSED, precision_of
+from terrace.plan.as_software import axes_of, reductions
+from terrace.plan.plan import AXES, FUSED, precision_of
+from terrace.planner.pins import parse_axes
 from terrace.planner.task import Task
 from terrace.report.members import devices_words
 from terrace.train.planned import Planned, num_machines
@@ -112,6 +113,26 @@ def software_words(cluster: Cluster) -> str:
     """Which software runs the cluster, as the end of a sentence; "" for this runtime."""
     software = cluster.device.software
     return "" if software == OWN else f", run by {software.name}"
+
+
+def as_option(cluster: Cluster) -> str:
+    """The option that names the cluster's software, after a space; "" for this runtime."""
+    software = cluster.device.software
+    return "" if software == OWN else f" --as {software.name}"
+
+
+def with_axes(cluster: Cluster, text: str) -> tuple[str, ...]:
+    """The axes of `--axes` that the cluster's software is described for. Raises `ConfigError` for a named one that is
+    not.
+    """
+    axes, software = parse_axes(text), cluster.device.software
+    known = axes_of(software, axes)
+    if text != "all" and (unknown := [axis for axis in axes if axis not in known]):
+        raise ConfigError(
+            f"--axes {text!r}: software {software.name!r} is not described with ranks on the {unknown[0]} axis; leave "
+            f"it out ({', '.join(axes_of(software, AXES))} are), or leave --as out"
+        )
+    return known
 
 
 def decoder_words(model: ModelConfig, blocks: Sequence[BlockSpec]) -> str:

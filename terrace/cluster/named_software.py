@@ -12,7 +12,7 @@ from terrace.base.errors import ClusterError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.device import Device
 from terrace.cluster.kernels import Kernels
-from terrace.cluster.software import OWN, KernelForms, MessageForms, Software
+from terrace.cluster.software import OWN, KernelForms, MessageForms, PlanForms, Software
 
 # Forward: copy to fp32 6, maximum 4, subtraction 8, exponent 8, sum 4, division 8; backward: product 8, copy 6
 # (`_VocabParallelCrossEntropy` in megatron/core/tensor_parallel/cross_entropy.py).
@@ -21,8 +21,23 @@ _PARALLEL_LOSS = ((6 + 4 + 8 + 8 + 4 + 8, 7), (8 + 6, 3))
 # bucket_size of DistributedDataParallel in Megatron-Core: 40 million elements, or a million for each data rank.
 _MEGATRON_BUCKET = 40e6, 1e6
 
+# Megatron-LM's distributed optimizer shards optimizer states, its schedules are 1F1B with or without chunks, and
+# `--recompute-granularity selective` recomputes the core of attention. Without Transformer Engine there is no context
+# axis (DotProductAttention in megatron/core/transformer/dot_product_attention.py asserts it).
+_MEGATRON_PLANS = PlanForms(
+    axes=frozenset(("tensor", "pipeline", "experts")),
+    states=frozenset(("ddp", "zero1")),
+    schedules=frozenset(("1f1b", "interleaved")),
+    parts=frozenset(("attention",)),
+)
+# Transformer Engine's attention has both forms of context (`cp_comm_type`: p2p and a2a).
+_TE_PLANS = replace(
+    _MEGATRON_PLANS, axes=_MEGATRON_PLANS.axes | {"ulysses", "ring"}, products=frozenset(("fp8", "fp8+e4m3"))
+)
+
 _MEGATRON_2021 = Software(
     name="megatron-2021",
+    plans=_MEGATRON_PLANS,
     kernels=KernelForms(flash=False, dropout=True, bias_apart=True, loss=_PARALLEL_LOSS),
     messages=MessageForms(
         rings=True, bucket=_MEGATRON_BUCKET, exposed=frozenset(("tensor", "pipeline", "pipeline_backward", "sync"))
@@ -42,6 +57,7 @@ _MEGATRON_2022 = replace(
 )
 _MEGATRON = Software(
     name="megatron",
+    plans=_MEGATRON_PLANS,
     kernels=KernelForms(attention="flash2", transposes=True, loss=_PARALLEL_LOSS),
     messages=MessageForms(
         rings=True,
@@ -58,6 +74,7 @@ _MEGATRON = Software(
 )
 _TE = Software(
     name="te",
+    plans=_TE_PLANS,
     kernels=KernelForms(scales="current"),
     messages=MessageForms(rings=True, bucket=_MEGATRON_BUCKET, fuses=True),
     source="Megatron-Core with Transformer Engine as NVIDIA's recipes run it (Megatron Bridge 25.11): tensor messages "
@@ -65,8 +82,17 @@ _TE = Software(
     "(grad_reduce_in_fp32 off); in 8 bits, codes of weights once a step, one kernel for the codes of a gradient and "
     "of its transpose, a largest magnitude in a pass of its own (current scaling); NCCL's ring over a whole group",
 )
+# reshard_after_forward: parameters stay whole until the backward (priced as ZeRO-2), are sharded again, or over fewer
+# ranks; the schedules are those of torch.distributed.pipelining that this runtime has, too.
+_FSDP2_PLANS = PlanForms(
+    axes=frozenset(("tensor", "ring", "pipeline", "experts")),
+    states=frozenset(("ddp", "zero2", "zero3", "copies")),
+    schedules=frozenset(("1f1b", "gpipe", "breadth-first", "interleaved", "zbv")),
+    products=frozenset(("fp8", "fp8:row")),
+)
 _FSDP2 = Software(
     name="fsdp2",
+    plans=_FSDP2_PLANS,
     kernels=KernelForms(attention="flash2", stops_early=True, optimizer_bytes=28 + 4 + 8),
     messages=MessageForms(
         rings=True,
@@ -81,13 +107,16 @@ _FSDP2 = Software(
     "their reduction in fp32 (2 + 4): torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, "
     "foreach_all_gather_copy_out, _get_param_all_gather_inputs, foreach_reduce; a micro-batch ends with a wait for its "
     "reductions (_root_post_backward_final_callback); DTensor's messages of a tensor axis are waited for, since both "
-    "gradients of a product come before its redistribution; flash attention 2 behind "
-    "scaled_dot_product_attention, as up to torch 2.10 (cuDNN's is preferred on Hopper from 2.11: pull request 48163 "
-    "of transformers); recomputation stops early (pull request 96866 of torch); fused AdamW 28, the norm 4 and its "
-    "scale 8; NCCL's ring over a whole group",
+    "gradients of a product come before its redistribution; flash attention 2, which "
+    "scaled_dot_product_attention prefers (pull request 48163 of transformers; where a build prefers cuDNN's on "
+    "Hopper, pull request 162073 of torch, attention is faster); recomputation stops early (pull request 96866 of "
+    "torch); fused AdamW 28, the norm 4 and its scale 8; NCCL's ring over a whole group",
 )
 _DEEPSPEED = Software(
     name="deepspeed",
+    # Stages 0 to 3, the secondary partition of ZeRO++ (zero_hpz_partition_size), and DeepSpeed-Ulysses. Its pipelines
+    # and tensor ranks are not described.
+    plans=PlanForms(axes=frozenset(("ulysses",)), states=frozenset(("ddp", "zero1", "zero2", "zero3", "copies"))),
     kernels=KernelForms(attention="flash2"),
     messages=MessageForms(
         rings=True,
@@ -108,6 +137,12 @@ _DEEPSPEED = Software(
 )
 _NANOTRON = Software(
     name="nanotron",
+    # ParallelismArgs and zero_stage of src/nanotron/config; `recompute_layer` is of whole layers.
+    plans=PlanForms(
+        axes=frozenset(("tensor", "ring", "pipeline", "experts")),
+        states=frozenset(("ddp", "zero1")),
+        schedules=frozenset(("1f1b", "gpipe")),
+    ),
     kernels=KernelForms(attention="flash2", loss=_PARALLEL_LOSS),
     messages=MessageForms(rings=True, exposed=frozenset(("tensor", "refresh")), waits_for_sends=True, reduced="fp32"),
     source="nanotron: flash attention 2; tensor messages are waited for (tp_linear_async_communication is off by "
@@ -122,6 +157,7 @@ _NANOTRON = Software(
 _METRICS_LOSS = ((2 + 2 * (6 + 8), 1 + 2 * 3), (2 + 2, 1))
 _COMPOSER = Software(
     name="composer",
+    plans=PlanForms(axes=frozenset(), states=frozenset(("zero2", "zero3"))),
     kernels=KernelForms(attention="triton", joins=True, loss=_METRICS_LOSS, stops_early=True, optimizer_bytes=92),
     messages=MessageForms(
         rings=True, exposed_ends=True, reduced="fp32", gather_copies=(0, 6), reduce_copies=(4 + 6 + 8, 8)

@@ -44,15 +44,35 @@ class MessageForms:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanForms:
+    """Plans that the software is described for, without `states` all plans; others are refused for it."""
+
+    # Beside data: "tensor", "ulysses" and "ring", which are forms of context, "pipeline", "experts".
+    axes: frozenset[str] = frozenset()
+    # What ranks that hold the same slice share: "ddp" nothing, "zero1" optimizer states, "zero2" gradients, too,
+    # "zero3" all states over the same ranks; "copies": later gathers are of a second copy on a tier further in.
+    states: frozenset[str] = frozenset()
+    schedules: frozenset[str] = frozenset()  # of a pipeline, without their chunks
+    parts: frozenset[str] = frozenset()  # operations that are recomputed by themselves, beside whole layers
+    products: frozenset[str] = frozenset()  # formats of products in 8 bits
+
+
+@dataclass(frozen=True, kw_only=True)
 class Software:
     """The costs of a software beyond those of this runtime. `source` says where each is from."""
 
     name: str
+    plans: PlanForms = PlanForms()
     kernels: KernelForms = KernelForms()
     messages: MessageForms = MessageForms()
     grad_bytes: int = 0  # of an accumulated gradient; 0: as the plan sums them
     gathering_allocator: float = 0.0  # reserved over allocated memory where parameters are gathered; 0: as here
     source: str = ""
+
+    @property
+    def runs_all(self) -> bool:
+        """Whether every plan of this runtime may be priced under it."""
+        return not self.plans.states
 
     @property
     def family(self) -> str:

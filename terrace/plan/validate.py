@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from terrace.base.errors import ClusterError, PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
+from terrace.plan.as_software import check_software
 from terrace.plan.boundaries import leaving
 from terrace.plan.chunk_rules import check_tensor_chunks
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
@@ -55,7 +56,9 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     check_shares(cluster, plan, layout.settled())
     if parse_update(plan.update).takes_whole:
         check_whole_matrices(cluster, plan, blocks)
-    return layout.settled()
+    layout = layout.settled()
+    check_software(cluster, plan, layout)
+    return layout
 
 
 def num_micro_batches(plan: Plan, layout: Layout, batch: int) -> int:

@@ -19,6 +19,13 @@ def check_schedule(space: Space) -> None:
             f"{words}: its order is built from the seconds of a plan's stages, so no plan of the search has it; pin "
             f"one of {', '.join(known)}, and price the found plan with terrace simulate FILE --plan.schedule {name}"
         )
+    software = space.task.cluster.device.software
+    if name is not None and not software.runs_all and name not in software.plans.schedules:
+        known_words = ", ".join(sorted(software.plans.schedules)) or "none"
+        raise PlanError(
+            f"{words}: software {software.name!r} is not described with it (its schedules: {known_words}); drop the "
+            "pin, or name another software"
+        )
     if "pipeline" not in space.axes:
         raise PlanError(f"{words} needs a pipeline: add --axes {','.join((*space.axes, 'pipeline'))}")
     fewest, most = pins.ranges.get("pipeline", (2, MOST))
@@ -58,7 +65,9 @@ def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
     if num_stages == 1:
         known = [(SERIAL, 1)]
     else:
-        searched = [name for name in traits() if name not in ONLY_PINNED or space.pins.schedule == name]
+        software = space.task.cluster.device.software
+        there = [name for name in traits() if software.runs_all or name in software.plans.schedules]
+        searched = [name for name in there if name not in ONLY_PINNED or space.pins.schedule == name]
         known = [(name, chunks) for name in searched for chunks in traits()[name].chunks]
     pins = space.pins
     return [each for each in known if pins.schedule in (None, each[0]) and pins.allows("chunks", each[1])]

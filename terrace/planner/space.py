@@ -23,6 +23,8 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from terrace.cluster.software import Software
+from terrace.plan.as_software import axes_of, sharing
 from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
 from terrace.plan.context_rules import why_whole
 from terrace.plan.dims import cut_sizes
@@ -128,8 +130,15 @@ def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         mesh.group("context"),
         space.task.sequence,
         space.task.heads(mesh.total("rows")),
-        tuple(space.pins.ranges.get(form, (1, MOST)) for form in CONTEXT_AXES),
+        tuple(_form_range(space, form) for form in CONTEXT_AXES),
     )
+
+
+def _form_range(space: Space, form: str) -> tuple[int, int]:
+    """The fewest and the most context ranks of a form."""
+    low, high = space.pins.ranges.get(form, (1, MOST))
+    software = space.task.cluster.device.software
+    return (low, high) if software.runs_all or form in software.plans.axes else (low, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -197,6 +206,7 @@ def _least_mesh(mesh: Mesh, context: int, queries: tuple[int, ...]) -> Mesh:
 def open_meshes(space: Space) -> Iterator[OpenMesh]:
     """All meshes, with their context forms left open."""
     task, pins = space.task, space.pins
+    axes = axes_of(task.cluster.device.software, space.axes)
     sizes = [tier.size for tier in task.cluster.tiers]
     # Only parameters with declared dims can be cut, and a token must be whole where a router reads it; only blocks
     # with heads bring tokens of several ranks together.
@@ -236,7 +246,7 @@ def open_meshes(space: Space) -> Iterator[OpenMesh]:
                 elif forms_of(space, mesh):
                     yield OpenMesh(mesh, is_open=True, divides=task.divides_stacks)
             return
-        for outer in _tier_degrees(sizes[len(tiers)], space.axes, most_columns):
+        for outer in _tier_degrees(sizes[len(tiers)], axes, most_columns):
             # Tensor and context extend to an outer tier only if they fill the inner one.
             if tiers and not _follows(tiers[-1], outer, sizes[len(tiers) - 1]):
                 continue
@@ -298,7 +308,18 @@ def placements(space: Space, mesh: Mesh) -> tuple[Placement, ...]:
     if space.placements is not None:
         return space.placements
     ranges = {name: span for name, span in space.pins.ranges.items() if name in (*_STATES, "params_backward")}
-    return _placements(mesh.state, tuple(sorted(ranges.items())))
+    found = _placements(mesh.state, tuple(sorted(ranges.items())))
+    software = space.task.cluster.device.software
+    return found if software.runs_all else _run_by(software, mesh.state, found)
+
+
+@lru_cache(maxsize=4096)
+def _run_by(software: Software, degrees: tuple[int, ...], found: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    return tuple(
+        each
+        for each in found
+        if sharing(degrees, each.params, each.grads, each.optimizer, each.backward) in software.plans.states
+    )
 
 
 _STATES = ("params", "grads", "optimizer")
@@ -349,7 +370,8 @@ def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) 
 def passing_units(space: Space, num_micros: int) -> tuple[int, ...]:
     """Divisors of `num_micros` that the pins allow as a unit."""
     options = divisors(num_micros)
-    return tuple(unit for unit in options if unit <= LONGEST_ROUNDED_UNIT and space.pins.allows("unit", unit))
+    longest = LONGEST_ROUNDED_UNIT if space.task.cluster.device.software.runs_all else 1
+    return tuple(unit for unit in options if unit <= longest and space.pins.allows("unit", unit))
 
 
 def micro_batches(space: Space, data_degree: int) -> tuple[int, ...]:

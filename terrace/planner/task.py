@@ -162,7 +162,8 @@ class Task:
             self.cluster.device,
             Work(layer=self.layer, sequence=self.sequence, flash=flash, compute=self.compute, products=self.products),
             [self.kinds.specs[self.kinds.order[index]] for index in self.inner],
-            operations=self.operations,
+            # Another software recomputes whole layers unless it is told otherwise.
+            operations=() if self.operations is None and not self.cluster.device.software.runs_all else self.operations,
             cuts=self.tensor_chunks != 1,
             # The first of individually named blocks cannot be given as a number.
             partly=len(self._layer_patterns) == 1,

@@ -1,12 +1,15 @@
 """A plan as a named software runs it: every cost is paid where the plan has what causes it, and own adds nothing."""
 
 from dataclasses import fields, replace
+from itertools import product
 from typing import get_args
 
 import pytest
 
+from bench.validation import held_out
+from bench.validation.published import step_of
 from bench.validation.rows import gpt
-from terrace.base.errors import ClusterError
+from terrace.base.errors import ClusterError, PlanError
 from terrace.cli.lines import SOFTWARE as OFFERED
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.named_software import NAMED, SOFTWARE, run_by, software_named
@@ -14,16 +17,19 @@ from terrace.cluster.presets import load_cluster
 from terrace.cluster.software import OWN, KernelForms, MessageForms, Software
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs
-from terrace.plan.as_software import run_as
+from terrace.plan.as_software import check_software, run_as
 from terrace.plan.kinds import Kinds
+from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
+from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.pins import Pins
+from terrace.planner.schedule_pins import schedules
 from terrace.planner.search import find
-from terrace.planner.space import Space
-from terrace.planner.task import Task
+from terrace.planner.space import Space, context_forms, open_meshes, passing_units, placements, recomputations
+from terrace.planner.task import Candidate, Task, plan_of
 from terrace.simulate.footprint import footprint, work_of
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.kernels import gemm_s, memory_s
@@ -215,3 +221,78 @@ def test_a_search_finds_plans_of_a_software_at_the_price_that_it_plays(name: str
         played = evaluator.played(each.candidate)
         assert played.step_s == each.step_s
         assert evaluator.prices.step_s(each.candidate) == pytest.approx(played.step_s, rel=0.1)
+
+
+# Of every software that a command offers: plans that it does not run, and what the error names.
+REFUSED = [
+    ("megatron", "zero3", {}, "params = 'system', grads = 'system'"),
+    ("megatron", "three-level", {}, "params = 'node', grads = 'node'"),
+    ("megatron", "zero1", {"mapping": {"node": {"context": 8}}}, "8 ring ranks"),
+    ("megatron", "ddp", {"recompute": ("layers.*: mlp",)}, "recompute of mlp alone.*attention or whole layers"),
+    ("megatron", "ddp", {"products": "fp8"}, "products = 'fp8'"),
+    ("te", "zero1", {"mapping": {"node": {"tensor": {"columns": 2, "rows": 4}}}}, "2 tensor columns"),
+    ("fsdp2", "zero1", {}, "optimizer = 'system'.*ddp, zero2 or zero3"),
+    ("fsdp2", "zero3", {"unit": 2}, "unit = 2"),
+    ("fsdp2", "three-level-compressed", {}, "params = 'node'"),
+    ("deepspeed", "zero++", {}, "wire with int4 or int8"),
+    ("deepspeed", "zero1", {"mapping": TENSOR}, "4 tensor ranks"),
+    ("deepspeed", "zero1", {"mapping": {"node": {"context": {"ring": 8}}}}, "8 ring ranks"),
+    ("nanotron", "zero1", {"mapping": {"node": {"pipeline": 8}}, "schedule": "zbv"}, "schedule = 'zbv'"),
+    ("nanotron", "zero1", {"optimizer_states": "int8"}, "optimizer_states = 'int8'"),
+]
+
+
+@pytest.mark.parametrize(("software", "name", "keys", "named"), REFUSED)
+def test_a_plan_that_a_software_does_not_run_is_refused(
+    software: str, name: str, keys: dict[str, object], named: str
+) -> None:
+    cluster = run_by(H100, software_named(software))
+    with pytest.raises(PlanError, match=named) as raised:
+        validate(cluster, plan_on(cluster, name, **keys), block_specs(MODEL))
+    assert f": software {software!r} is not described for it; " in str(raised.value)
+
+
+RUN = [
+    ("megatron", "zero1", {"mapping": TENSOR, "recompute": ("layers.*: attention",)}),
+    ("te", "zero1", {"mapping": {"node": {"context": {"ulysses": 8}}}, "products": "fp8"}),
+    ("fsdp2", "hsdp", {}),
+    ("fsdp2", "zero2", {"mapping": {"node": {"pipeline": 2, "data": 4}}, "schedule": "zbv"}),
+    ("deepspeed", "zero3", {"params_backward": "node"}),
+    ("nanotron", "ddp", {"mapping": {"node": {"pipeline": 8}}, "schedule": "gpipe"}),
+]
+
+
+@pytest.mark.parametrize(("software", "name", "keys"), RUN)
+def test_a_plan_that_a_software_runs_is_not_refused(software: str, name: str, keys: dict[str, object]) -> None:
+    cluster = run_by(H100, software_named(software))
+    validate(cluster, plan_on(cluster, name, **keys), block_specs(MODEL))
+
+
+@pytest.mark.parametrize("name", NAMED[1:])
+def test_a_search_finds_no_plan_that_the_software_does_not_run(name: str) -> None:
+    """Of every shape, placement, schedule and recomputation of the space, not of the best alone."""
+    cluster = run_by(H100, software_named(name))
+    space = Space(task=Task(model=MODEL, cluster=cluster, batch=64, sequence=2048))
+    task, number = space.task, 0
+    for mesh in (each for shape in open_meshes(space) for each in context_forms(space, shape)):
+        names = schedules(space, mesh.total("pipeline"))
+        for placement, (schedule, chunks) in product(placements(space, mesh), names):
+            for again in recomputations(space, mesh):
+                candidate = Candidate(again, 1, schedule, chunks, 1, placement, mesh)
+                check_software(cluster, (plan := plan_of(task, candidate)), Layout.of(cluster, plan))
+                number += 1
+    assert number > 8
+    assert passing_units(space, 4) == (1,)
+
+
+def test_experts_of_a_software_travel_in_one_chunk() -> None:
+    cluster = run_by(H100, software_named("te"))
+    keys = {"experts": {"node": {"expert": 8}}}
+    assert plan_on(cluster, "zero1", **keys).expert_chunks == {"forward": 1, "backward": 1, "ahead": 1}
+    assert plan_on(H100, "zero1", **keys).expert_chunks == {}
+
+
+def test_every_published_step_is_a_plan_of_the_software_that_ran_it() -> None:
+    for line in held_out.lines():
+        step = step_of(line, line["software"])
+        validate(step.cluster, step.plan, step.blocks)
