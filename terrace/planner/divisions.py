@@ -27,10 +27,9 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def stack_forms(task: "Task", pins: Pins, mesh: Mesh) -> tuple[StackForm, ...]:
     """Divisions of experts among the ranks of a stage, fewest ranks first."""
-    software = task.cluster.device.software
-    most = MOST if software.runs_all or "experts" in software.plans.axes else 1
-    ranges = (pins.ranges.get(name, (1, MOST)) for name in STACK_PINS)
-    allowed_degrees = tuple((low, min(high, most)) for low, high in ranges)
+    allowed_degrees = tuple(pins.ranges.get(name, (1, MOST)) for name in STACK_PINS)
+    if not task.runs_all and "experts" not in task.cluster.device.software.plans.axes:
+        allowed_degrees = tuple((low, 1) for low, _ in allowed_degrees)
     return _forms(mesh.group(*STAGE), *task.stack_sizes, allowed_degrees)
 
 

@@ -45,7 +45,7 @@ class Experts:
 
     def chunks(self, mesh: Mesh, work: Work, accumulate: bool) -> Numbers:
         """Numbers of chunks for a mesh."""
-        if not mesh.divides_stacks or not self.task.cluster.device.software.runs_all:
+        if not mesh.divides_stacks or not self.task.runs_all:
             return _WHOLE
         key = (_division(mesh), *_load(work), accumulate)
         found = self._numbers.get(key)

@@ -66,7 +66,7 @@ def schedules(space: Space, num_stages: int) -> list[tuple[str, int]]:
         known = [(SERIAL, 1)]
     else:
         software = space.task.cluster.device.software
-        there = [name for name in traits() if software.runs_all or name in software.plans.schedules]
+        there = [name for name in traits() if space.task.runs_all or name in software.plans.schedules]
         searched = [name for name in there if name not in ONLY_PINNED or space.pins.schedule == name]
         known = [(name, chunks) for name in searched for chunks in traits()[name].chunks]
     pins = space.pins

@@ -19,7 +19,7 @@ units; chunks are a choice only in a pipeline.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -92,6 +92,17 @@ class Space:
     pins: Pins = field(default_factory=Pins)
     placements: tuple[Placement, ...] | None = None
 
+    @cached_property
+    def form_ranges(self) -> tuple[tuple[int, int], ...]:
+        """The fewest and the most context ranks of each form."""
+        ranges = (self.pins.ranges.get(form, (1, MOST)) for form in CONTEXT_AXES)
+        if self.task.runs_all:
+            return tuple(ranges)
+        known = self.task.cluster.device.software.plans.axes
+        return tuple(
+            (low, high if form in known else 1) for form, (low, high) in zip(CONTEXT_AXES, ranges, strict=True)
+        )
+
 
 def closed(space: Space, shape: OpenMesh) -> list[Mesh]:
     """All meshes of a shape, fewest Ulysses ranks first."""
@@ -130,15 +141,8 @@ def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
         mesh.group("context"),
         space.task.sequence,
         space.task.heads(mesh.total("rows")),
-        tuple(_form_range(space, form) for form in CONTEXT_AXES),
+        space.form_ranges,
     )
-
-
-def _form_range(space: Space, form: str) -> tuple[int, int]:
-    """The fewest and the most context ranks of a form."""
-    low, high = space.pins.ranges.get(form, (1, MOST))
-    software = space.task.cluster.device.software
-    return (low, high) if software.runs_all or form in software.plans.axes else (low, 1)
 
 
 @lru_cache(maxsize=4096)
@@ -309,8 +313,7 @@ def placements(space: Space, mesh: Mesh) -> tuple[Placement, ...]:
         return space.placements
     ranges = {name: span for name, span in space.pins.ranges.items() if name in (*_STATES, "params_backward")}
     found = _placements(mesh.state, tuple(sorted(ranges.items())))
-    software = space.task.cluster.device.software
-    return found if software.runs_all else _run_by(software, mesh.state, found)
+    return found if space.task.runs_all else _run_by(space.task.cluster.device.software, mesh.state, found)
 
 
 @lru_cache(maxsize=4096)
@@ -370,7 +373,7 @@ def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) 
 def passing_units(space: Space, num_micros: int) -> tuple[int, ...]:
     """Divisors of `num_micros` that the pins allow as a unit."""
     options = divisors(num_micros)
-    longest = LONGEST_ROUNDED_UNIT if space.task.cluster.device.software.runs_all else 1
+    longest = LONGEST_ROUNDED_UNIT if space.task.runs_all else 1
     return tuple(unit for unit in options if unit <= longest and space.pins.allows("unit", unit))
 
 

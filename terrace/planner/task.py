@@ -129,6 +129,11 @@ class Task:
         return self.cluster.device.type
 
     @cached_property
+    def runs_all(self) -> bool:
+        """Whether no plan is left out because the cluster's software does not run it."""
+        return self.cluster.device.software.runs_all
+
+    @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
         return self.declared or block_specs(self.model)
 
@@ -163,7 +168,7 @@ class Task:
             Work(layer=self.layer, sequence=self.sequence, flash=flash, compute=self.compute, products=self.products),
             [self.kinds.specs[self.kinds.order[index]] for index in self.inner],
             # Another software recomputes whole layers unless it is told otherwise.
-            operations=() if self.operations is None and not self.cluster.device.software.runs_all else self.operations,
+            operations=() if self.operations is None and not self.runs_all else self.operations,
             cuts=self.tensor_chunks != 1,
             # The first of individually named blocks cannot be given as a number.
             partly=len(self._layer_patterns) == 1,
