@@ -74,6 +74,8 @@ class InBlockPrices:
         experts: ExpertTraffic | TableTraffic = NO_TRAFFIC,
     ) -> None:
         self._cluster, self._tensor, self._attention, self._experts = cluster, tensor, attention, experts
+        form = cluster.device.software.messages
+        self._waits = bool(form.exposed or form.exposed_unsharded)
         self._sends = {} if sends is None else sends
         self._known: dict[InBlockMessage, tuple[float, float]] = {}
 
@@ -102,7 +104,7 @@ class InBlockPrices:
 
     def penalty(self, message: InBlockMessage) -> float:
         """Slow-down of overlapping compute as a share of the message's seconds."""
-        if is_exposed(self._cluster, message.message_class):
+        if self._waits and is_exposed(self._cluster, message.message_class):
             return 1.0
         # Tensor messages and exchanges over several tiers have the device's penalty.
         own_tier = -1 if isinstance(message, TensorMessage) else message.tier
