@@ -120,6 +120,9 @@ class Plan(Line):
         "recompute these operations where memory asks for it: attention, mlp, norms, joined by commas, or layers "
         "(default: the least of all that fits)",
     )
+    robust: bool = flag(
+        "take the plan with the least regret if links, kernels, launches or full devices are slower than described"
+    )
     best: int = option("N", f"plans to show (default: {FINALISTS})", FINALISTS)
     limit: int = option("N", f"plans to play at most (default: {MOST_PLAYED})", MOST_PLAYED)
     out: Path = option("FILE", "plan to write (default: plan.toml)", Path("plan.toml"))

@@ -43,12 +43,13 @@ from terrace.planner.outer_bounds import parse_outer
 from terrace.planner.pins import Pins, parse_pins
 from terrace.planner.products import ProductsFound, find_with, take_products
 from terrace.planner.ranking import Estimate
+from terrace.planner.robust import least_regret, scenarios
 from terrace.planner.schedule_pins import check_schedule
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.planner.tensor_chunks import find_cut, take_chunks
 from terrace.planner.ties import Ties, settle
-from terrace.planner.verdicts import refusal
+from terrace.planner.verdicts import Headroom, refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
 from terrace.report.loops import chunks_words, formats_words, loop_words, products_words, stored_words
@@ -65,7 +66,7 @@ from terrace.report.plans import (
 from terrace.report.routing import alternatives_words, division_words
 from terrace.report.tables import plan_table, sent_table, with_media
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
-from terrace.report.uncertainty import plan_bands_words, search_words, ties_words, widest_band
+from terrace.report.uncertainty import add_regrets, doubt_words, plan_bands_words, search_words, ties_words, widest_band
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.fullest import Job
 from terrace.simulate.hidden import hidden_between_nodes
@@ -76,7 +77,19 @@ from terrace.train.planned import TASK, num_machines, planned_table, read_planne
 if TYPE_CHECKING:
     from terrace.cli.own_plan import OwnPlan
 
-_OF_SEARCH = ("axes", "pin", "outer", "allow", "allow_rounding", "tokens", "recompute", "best", "limit", "out")
+_OF_SEARCH = (
+    "axes",
+    "pin",
+    "outer",
+    "allow",
+    "allow_rounding",
+    "tokens",
+    "recompute",
+    "robust",
+    "best",
+    "limit",
+    "out",
+)
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -98,6 +111,11 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     task = read_task(options, rest, read_planned(options.plan), also=("plan",))
     axes = with_axes(task.cluster, options.axes)
     given = replace(task, operations=parse_operations(options.recompute, task.blocks, axes))
+    if options.robust and len(given.cluster.alike) > 1:
+        raise ConfigError(
+            f"--robust compares plans of equal shares, and members of tier {given.cluster.tiers[-1].name} differ: leave it "
+            "out, or make them alike"
+        )
     own = _own_plan(options, rest, given)
     # Under equal shares the slowest member decides, so plans are searched as if all were like it.
     task = whole = replace(given, cluster=slowest(given.cluster, given.compute))
@@ -131,6 +149,11 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not searched.found.best:
         raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
     task, ties = searched.space.task, settle(searched.space.task, searched.found.best)
+    rooms: Sequence[Headroom] = ()
+    if options.robust:
+        rooms = headrooms(searched.space, searched.evaluator, ties.best[0], options.limit)
+        others = [room.best for room in rooms if room.best is not None]
+        ties = least_regret(searched.evaluator, ties, others, scenarios(task.cluster))
     best = ties.best[0]
     plan, loop = _chosen(task, best), None
     if bounds is not None:
@@ -138,7 +161,7 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     stored = stored_words(ways, task, best.step_s, found.wide_s)
     used = chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
     deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins, allowed)
-    answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored)
+    answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored, rooms)
     _show(options, searched, ties, allowed, plan, loop, answers, deal, given.cluster)
     return 0
 
@@ -195,7 +218,8 @@ class Answers(NamedTuple):
     """Answers beyond the best plan.
 
     `own` compares the user's own plan. `used` and `stored` are lines on whether the search used what the user allowed:
-    narrow tensor messages and 8-bit products, and narrow optimizer states.
+    narrow tensor messages and 8-bit products, and narrow optimizer states. `rooms`: the fastest plan for each headroom,
+    where it was found before; else empty.
     """
 
     tokens: int | None
@@ -203,6 +227,7 @@ class Answers(NamedTuple):
     own: "OwnPlan | None"
     used: tuple[str, ...]
     stored: str
+    rooms: Sequence[Headroom]
 
 
 def _show(
@@ -234,8 +259,10 @@ def _show(
         from terrace.report.goodput import add_columns
 
         add_columns(table, of_estimates(whole.cluster, searched.evaluator, first))
+    add_regrets(table, ties)
     console.print(table)
-    about = plan_bands_words(task, first), ties_words(ties, len(first)), search_words(searched.found)
+    settled = ties_words(ties, len(first)), doubt_words(ties, len(first))
+    about = plan_bands_words(task, first), *settled, search_words(searched.found)
     print("\n".join(filter(None, about)) + "\n")
     if answers.own is not None:
         print(f"{filled(answers.own.words(whole, shown))}\n")
@@ -267,7 +294,7 @@ def _show(
 
         show_ways(whole, plan, console)
     _show_figures(whole, plan, shown, band, console)
-    rooms = headrooms(space, searched.evaluator, best, options.limit)
+    rooms = answers.rooms or headrooms(space, searched.evaluator, best, options.limit)
     roomy = [plan_of(task, room.best.candidate) for room in rooms if room.best is not None]
     title = f"the fastest plan {of}for each headroom{widest_band(task.cluster, roomy)}"
     console.print(headrooms_table(task, rooms, title))
