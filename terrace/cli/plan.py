@@ -113,8 +113,8 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     given = replace(task, operations=parse_operations(options.recompute, task.blocks, axes))
     if options.robust and len(given.cluster.alike) > 1:
         raise ConfigError(
-            f"--robust compares plans of equal shares, and members of tier {given.cluster.tiers[-1].name} differ: leave it "
-            "out, or make them alike"
+            f"--robust compares plans of equal shares, and members of tier {given.cluster.tiers[-1].name} differ: "
+            "leave it out, or make them alike"
         )
     own = _own_plan(options, rest, given)
     # Under equal shares the slowest member decides, so plans are searched as if all were like it.

@@ -1,9 +1,9 @@
 """The plan with the least regret over a fixed set of scenarios, and the term that a plan's advantage rests on.
 
-A scenario is a cluster on which one figure is worse or better than described, by as much as such figures were found to be
-off. The regret of a plan in a scenario is by how much its step is longer there than the shortest of the plans that are
-compared; a plan's regret is the largest of all scenarios (Savage's minimax regret, 1951). Errors that all plans share
-cancel in it.
+A scenario is a cluster on which one figure is worse or better than described, by as much as such figures were found to
+be off. The regret of a plan in a scenario is by how much its step is longer there than the shortest of the plans that
+are compared; a plan's regret is the largest of all scenarios (Savage's minimax regret, 1951). Errors that all plans
+share cancel in it.
 
 The plans that are compared are those that a search has found anyway: its finalists, and the fastest plan of each
 headroom (terrace.planner.headroom), which are what a full device asks for. Each is played again on every scenario, from
@@ -21,8 +21,8 @@ from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.ties import FULL, Regret, Ties
 from terrace.simulate.step import WAITS_ON_STAGES, predict_on
 
-# Share by which the rate of a tier is off: nested groups on Frontier miss by up to 38 % (docs/validation.md), and half of
-# what is missed on tensor ranks of 2311.05610 would be a third less of NVLink's rate.
+# Share by which the rate of a tier is off: nested groups on Frontier miss by up to 38 % (docs/validation.md), and
+# a third less of NVLink's rate would be half of what is missed on tensor ranks of 2311.05610.
 LINKS = 1 / 3
 # Share by which kernels are slower: parts of a layer miss by up to 19 % (docs/validation.md, FSMoE).
 KERNELS = 0.2
@@ -93,7 +93,8 @@ def _slow(kernels: Kernels) -> Kernels:
 def least_regret(evaluator: Evaluator, ties: Ties, others: Iterable[Estimate], cases: Sequence[Scenario]) -> Ties:
     """The finalists `ties` and `others`, the one with the least regret over `cases` first.
 
-    Regrets that are equal to a thousandth keep their order, as steps do. One play for each plan and case; the first case is the task's own cluster.
+    Regrets that are equal to a thousandth keep their order, as steps do. One play for each plan and case; the first
+    case is the task's own cluster.
     """
     plans = list(dict.fromkeys(each.candidate for each in (*ties.best, *others)))
     known = {each.candidate: each for each in (*others, *ties.best)}

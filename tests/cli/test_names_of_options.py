@@ -77,6 +77,7 @@ MEANINGS = {
     "--ray": r"Ray cluster",
     "--recompute": r"recompute these operations",
     "--resume": r"(resume|go on with) this run folder",
+    "--robust": r"least regret",
     "--scale": r"multiply every bandwidth|tier to all",
     "--seconds": r"seconds for",
     "--seed": r"^seed of the (draws|rows)",

@@ -13,7 +13,7 @@ from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement
-from terrace.planner.ties import AS_FEW, crossing_bytes, settle, slowest_tier
+from terrace.planner.ties import AS_FEW, AS_FULL, FULL, crossing_bytes, settle, slowest_tier
 from terrace.report.uncertainty import is_tie, search_words, ties_words
 from terrace.simulate.bands import tie_share
 from tests.support.planner_cases import CLUSTERS, mesh_of, small_task
@@ -48,7 +48,7 @@ def test_fewest_bytes_across_the_slowest_tier_come_first_within_a_tie() -> None:
     words = ties_words(found, 3)
     assert words.startswith("plans 1 to 2 tie: ")
     assert "system (100 B a rank)" in words
-    assert "plan 2, 1.00 s" in " ".join(words.split())
+    assert "plan 2, 1.00 s, and plan 1 comes before it since it sends fewer bytes" in " ".join(words.split())
 
 
 def test_of_as_few_bytes_the_simpler_plan_comes_first_then_the_faster() -> None:
@@ -60,6 +60,23 @@ def test_of_as_few_bytes_the_simpler_plan_comes_first_then_the_faster() -> None:
     assert settle(TASK, [simple, faster]).best == (faster, simple)
     more = replace(simple, sent_bytes={("sync", "system"): 106})
     assert settle(TASK, [recomputed, more]).best == (recomputed, more)
+
+
+def test_of_as_few_bytes_the_plan_that_leaves_a_fifth_of_the_device_comes_first() -> None:
+    whole = TASK.cluster.device.memory_bytes
+
+    def uses(each: Estimate, share: float) -> Estimate:
+        return replace(each, memory_bytes={"params": int(share * whole)})
+
+    full, roomy = uses(estimate(1.0, 100), FULL + 0.1), uses(estimate(1.015, 100, ZERO1._replace(mesh=_TENSOR)), FULL)
+    found = settle(TASK, [full, roomy])
+    assert found.best == (roomy, full)
+    assert "plan 1 comes before it since it leaves more memory" in " ".join(ties_words(found, 2).split())
+    near = uses(full, FULL + 0.9 * AS_FULL)
+    assert settle(TASK, [near, roomy]).best == (near, roomy), "as little beyond a fifth"
+    assert settle(TASK, [uses(full, 0.7), uses(roomy, 0.1)]).best[0].step_s == 1.0, "both leave a fifth"
+    fewer = replace(full, sent_bytes={("sync", "system"): 90})
+    assert settle(TASK, [roomy, fewer]).best == (fewer, roomy), "bytes are asked first"
 
 
 def test_a_plan_beyond_the_tie_never_wins() -> None:
