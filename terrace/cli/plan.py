@@ -261,9 +261,7 @@ def _show(
         add_columns(table, of_estimates(whole.cluster, searched.evaluator, first))
     add_regrets(table, ties)
     console.print(table)
-    settled = ties_words(ties, len(first)), doubt_words(ties, len(first))
-    about = plan_bands_words(task, first), *settled, search_words(searched.found)
-    print("\n".join(filter(None, about)) + "\n")
+    _show_about(task, searched, ties, first)
     if answers.own is not None:
         print(f"{filled(answers.own.words(whole, shown))}\n")
     band = band_of(whole.cluster, plan)
@@ -312,6 +310,12 @@ def _show(
         )
         print(filled(words))
     print(outcome)
+
+
+def _show_about(task: Task, searched: Searched, ties: Ties, first: Sequence[Estimate]) -> None:
+    settled = ties_words(ties, len(first)), doubt_words(ties, len(first))
+    about = plan_bands_words(task, first), *settled, search_words(searched.found)
+    print("\n".join(filter(None, about)) + "\n")
 
 
 def _show_changes(changes: Sequence[Change], best: Estimate, title: str, console: Terminal) -> None:
