@@ -86,20 +86,30 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "--max-iters",
     ),
     ("--train.seed", "--run.seed"): ("--seed", "--random-seed"),
-    ("--train.log_every",): ("--logging-steps", "--log-interval"),
-    ("--train.eval_every", "--run.evaluate_every"): ("--eval-steps", "--eval-interval"),
+    ("--train.log_every",): ("--logging-steps", "--log-interval", "--log-freq"),
+    ("--train.eval_every", "--run.evaluate_every"): (
+        "--eval-steps",
+        "--eval-interval",
+    ),
+    ("--train.eval_every S", "--run.evaluate_every S"): ("--eval-strategy", "--evaluation-strategy"),
+    ("--train.checkpoint_every S", "--run.checkpoint_every S"): ("--save-strategy",),
     ("--train.checkpoint_every", "--run.checkpoint_every"): (
         "--save-interval",
         "--save-steps",
         "--save-freq",
         "--checkpoint-interval",
+        "--checkpoint.interval",
     ),
     ("--train.keep_checkpoints", "--run.keep_checkpoints"): ("--save-total-limit",),
-    ("--train.compile true",): ("--torch-compile", "--compile"),
+    ("--train.compile true",): ("--torch-compile", "--compile", "--compile.enable"),
     ("--train.attention",): ("--attn-implementation", "--attn-impl"),
     ("--train.metrics", "--run.metrics"): ("--report-to", "--logger"),
     ("--train.metrics wandb", "--run.metrics wandb"): ("--wandb", "--use-wandb", "--wandb-project", "--with-wandb"),
-    ("--train.metrics tensorboard", "--run.metrics tensorboard"): ("--tensorboard", "--tensorboard-dir"),
+    ("--train.metrics tensorboard", "--run.metrics tensorboard"): (
+        "--tensorboard",
+        "--tensorboard-dir",
+        "--enable-tensorboard",
+    ),
     ("--optimizer.lr",): ("--lr", "--learning-rate", "--peak-lr", "--max-lr"),
     ("--train.warmup_steps", "--run.warmup_steps"): (
         "--warmup",
@@ -109,7 +119,9 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "--lr-warmup-steps",
         "--lr-warmup-iters",
     ),
-    ("--train.schedule",): ("--lr-scheduler-type", "--lr-scheduler", "--lr-decay-style", "--scheduler"),
+    ("--train.warmup_steps S", "--run.warmup_steps S"): ("--warmup-ratio", "--lr-warmup-fraction"),
+    ("--train.final_lr_fraction F",): ("--min-lr", "--min-lr-ratio", "--min-lr-factor"),
+    ("--train.schedule",): ("--lr-scheduler-type", "--lr-scheduler", "--lr-decay-style", "--decay-type", "--scheduler"),
     ("--optimizer.weight_decay",): ("--weight-decay", "--wd"),
     ("--optimizer.beta1",): ("--adam-beta1",),
     ("--optimizer.beta2",): ("--adam-beta2",),
@@ -125,13 +137,20 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("--plan zero3",): ("--fsdp", "--deepspeed"),
     ("--plan.compute bf16",): ("--bf16",),
     ("--plan.compute fp16",): ("--fp16", "--half"),
-    ("--plan.compute", "--compute", "--dtype"): ("--dtype", "--torch-dtype", "--precision", "--mixed-precision"),
+    ("--plan.compute", "--compute", "--dtype"): (
+        "--dtype",
+        "--torch-dtype",
+        "--precision",
+        "--mixed-precision",
+        "--mixed-precision-param",
+    ),
     ("--plan.recompute layers.*",): (
         "--gradient-checkpointing",
         "--grad-checkpointing",
         "--activation-checkpointing",
         "--recompute-activations",
         "--recompute-granularity",
+        "--activation-checkpoint.mode",
     ),
     ("--plan.sequence_parallel true",): ("--sequence-parallel",),
     ("--plan.mapping.node.tensor",): (
@@ -151,6 +170,7 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "--pipeline-parallel-degree",
         "--pipeline-model-parallel-size",
     ),
+    ("--plan.schedule",): ("--pipeline-parallel-schedule",),
     ("--plan.mapping.system.context.ring",): (
         "--context-parallel",
         "--cp",
@@ -180,9 +200,10 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "--output-dir",
         "--out-dir",
         "--save-dir",
+        "--save",
         "--page",
     ),
-    ("--resume",): ("--resume-from-checkpoint", "--resume-from"),
+    ("--resume",): ("--resume-from-checkpoint", "--resume-from", "--load"),
     ("--tokens", "--run.max_response"): (
         "--max-tokens",
         "--max-new-tokens",
@@ -198,6 +219,7 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("--algorithm.name",): ("--adv-estimator", "--advantage-estimator"),
 }
 PLANS: Mapping[str, tuple[str, ...]] = {
+    "ddp": ("zero0", "zero-0", "no_shard"),
     "zero1": ("zero-1", "distributed-optimizer"),
     "zero2": ("zero-2", "shard_grad_op"),
     "zero3": ("zero-3", "fsdp", "fsdp2", "full_shard"),
@@ -236,10 +258,14 @@ def spelled(name: str) -> str:
 
 
 def options_for(name: str) -> Iterator[str]:
-    """Our options for the option `name`, such as "--batch_size" or "--trainer.batch_size", as the table has them."""
-    word = f"--{name.removeprefix('--').rpartition('.')[2].replace('_', '-')}"
+    """Our options for the option `name`, such as "--batch_size" or "--trainer.batch_size", as the table has them.
+
+    A name with a dot is looked up as a whole, too, since a last word such as "interval" alone says too little.
+    """
+    whole = name.removeprefix("--").replace("_", "-")
+    words = {f"--{whole}", f"--{whole.rpartition('.')[2]}"}
     for own, others in OPTIONS.items():
-        if word in others:
+        if words & set(others):
             yield from own
 
 

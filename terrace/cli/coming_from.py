@@ -5,15 +5,16 @@ import shlex
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from terrace.base.coming_from import RUN, options_for, sections
+from terrace.base.coming_from import PLANS, RUN, options_for, preset_for, sections
 from terrace.base.errors import ConfigError
 
 _OF_RUNS = ("train", "simulate", "doctor", "data prepare")  # commands with the sections of terrace train
 _ELSEWHERE = ("train", "rl", "generate")  # commands that are suggested for an option that a command has not
+_OFF = ("false", "no", "off")  # values of a switch; 0 is a stage of ZeRO
 
 
 def check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Raises `ConfigError` for the first option of a command line that has another name here.
+    """Raises `ConfigError` for the options of a command line that have other names here, with all of ours in one line.
 
     `parser` is the whole parser with the subparser of the command. Keys of sections that the command has are left to
     the reader of these sections.
@@ -23,20 +24,33 @@ def check_names(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
         return
     names = _names(own)
     takes_run = any(action.metavar in (RUN, "FOLDER") for action in own._actions if not action.option_strings)
+    unknown, ours = list[str](), list[str]()
     for (before, word), after in zip(pairwise(words), [*words[2:], ""], strict=True):
         name, equals, value = word.partition("=")
         if not name.startswith("--") or name in names or before in _with_text(own) or _is_read_later(name, command):
             continue
         value = value if equals else "" if after.startswith("--") else after
-        found = list(_own_options(name))
-        for each in found:
-            if each == name:  # of another command
-                continue
-            if each == RUN and takes_run:
-                raise ConfigError(f"unknown argument {name!r}; the folder is the first word: terrace {command} {RUN}")
-            if each != RUN and _takes(each, command, names):
-                raise ConfigError(f"unknown argument {name!r}; did you mean {_pasted(each, value)}?")
-        _refuse_elsewhere(name, command, found, value)
+        if answer := _answer(name, value, command, names, takes_run=takes_run):
+            unknown.append(repr(name))
+            ours.append(answer)
+    if unknown:
+        raise ConfigError(
+            f"unknown argument{'s' * (len(unknown) > 1)} {', '.join(unknown)}; did you mean {' '.join(ours)}?"
+        )
+
+
+def _answer(name: str, value: str, command: str, names: set[str], *, takes_run: bool) -> str:
+    """Our option for the option `name` of another trainer, with its value; "" for a word that the table has not."""
+    found = list(_own_options(name))
+    for each in found:
+        if each == name:  # of another command
+            continue
+        if each == RUN and takes_run:
+            raise ConfigError(f"unknown argument {name!r}; the folder is the first word: terrace {command} {RUN}")
+        if each != RUN and _takes(each, command, names):
+            return _pasted(name, each, value)
+    _refuse_elsewhere(name, command, found, value)
+    return ""
 
 
 def command_of(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[str, argparse.ArgumentParser]:
@@ -78,12 +92,19 @@ def _takes(option: str, command: str, names: set[str]) -> bool:
     return word in names or _is_key(word, command)
 
 
-def _pasted(option: str, value: str) -> str:
-    """The option with the user's value, unless the table has one."""
-    if "{}" in option:
-        return option.format(value or 3)
-    is_text = value and " " not in option and value.lower() not in ("true", "false")
-    return f"{option} {shlex.quote(value)}" if is_text else option
+def _pasted(name: str, option: str, value: str) -> str:
+    """The option with the user's value, unless the table has one. Raises `ConfigError` for a switch that is off."""
+    word, space, own = option.partition(" ")
+    if not space:
+        return f"{option} {shlex.quote(value)}" if value and value.lower() not in ("true", "false") else option
+    if value.lower() in _OFF:
+        if own == "true":
+            return f"{word} false"
+        raise ConfigError(f"unknown argument {name!r}; it is off, so leave it out ({option} where it is on)")
+    if word == "--plan":  # the value may be the plan's name, as of --fsdp, or a part of it
+        own = own.format(value or 3)
+        return f"{word} {next(filter(None, (preset_for(each, PLANS) for each in (*value.split()[:1], own))), own)}"
+    return option
 
 
 def _refuse_elsewhere(name: str, command: str, found: Sequence[str], value: str) -> None:
@@ -95,7 +116,7 @@ def _refuse_elsewhere(name: str, command: str, found: Sequence[str], value: str)
         for each in found:
             if other != command and each != RUN and _takes(each, other, names):
                 raise ConfigError(
-                    f"unknown argument {name!r}; terrace {other} has it: terrace {other} {_pasted(each, value)}"
+                    f"unknown argument {name!r}; terrace {other} has it: terrace {other} {_pasted(name, each, value)}"
                 )
 
 
