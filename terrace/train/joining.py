@@ -174,6 +174,11 @@ def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | str | None, 
         optimizer = {"name": optimizer}
     if isinstance(optimizer, OptimizerConfig):
         return replace(optimizer, lr=lr)
+    if optimizer is not None and not isinstance(optimizer, Mapping):
+        raise ConfigError(
+            f"optimizer must be a name, such as 'muon', or a table of keys, not {type(optimizer).__qualname__}: the "
+            "states of an optimizer are placed by the plan"
+        )
     if optimizer is not None and "lr" in optimizer:
         raise ConfigError("optimizer has an lr: give it to Trainer as lr alone")
     return load(OptimizerConfig, {**(optimizer or {}), "lr": lr}, "optimizer")

@@ -214,11 +214,13 @@ class TrainConfig(Outputs, Guards, Execution, Start, Records, Updates, Task):
         longest = self.steps - self.warmup_steps
         wanted = self.decay_steps if isinstance(self.decay_steps, int) else self.decay_steps * self.steps
         if self.schedule == "wsd" and wanted > longest:
-            warm = max(0, self.steps - math.ceil(wanted))  # that leaves room for the decay
+            warm = self.steps - math.ceil(wanted)  # that leaves room for the decay
+            remedy = f"use at most {longest}" if longest > 0 else f"set train.warmup_steps to at most {warm}"
+            if warm < 0 >= longest:
+                remedy = f"lower both, which together take at most {counted(self.steps, 'step')}"
             raise ConfigError(
                 f"train.decay_steps = {self.decay_steps} is longer than the {counted(max(0, longest), 'step')} after "
-                f"the warm-up, train.steps - train.warmup_steps: "
-                + (f"use at most {longest}" if longest > 0 else f"set train.warmup_steps to at most {warm}")
+                f"the warm-up, train.steps - train.warmup_steps: " + remedy
             )
 
 

@@ -111,12 +111,15 @@ def prepare(
         bos, eos = tokenizer.as_keys()
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
     _check_folders(config, tokenizer, is_resumed=resume is not None, say=say)
-    config, sources, evaluated = _sources(config, tokenizer, say)
+    sources, evaluated, batches = _sources(config, tokenizer, say)
     if config.train.prompt is not None and not why_no_sample(config):
         sample_prompt(config, sources, tokenizer)  # refused now rather than at the end
+    # Before the steps are counted: with another batch or other data, the count of the run's file would be blamed.
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory, say)
+    config = with_steps(config, batches, say)
     if checkpoint is not None:
-        check_left(checkpoint.folder, checkpoint.step, config.train.steps, "train.steps")
+        length = "train.epochs" if config.train.epochs else "train.steps"
+        check_left(checkpoint.folder, checkpoint.step, config.train.steps, length)
     _check_disk(resume or folder or RUNS, config)
     template = config.data.chat_template
     carried = {} if resume else source_files(config.train.weights, config.data.tokenizer, template, tokenizer)
@@ -205,10 +208,8 @@ def _check_folders(config: RunConfig, tokenizer: Tokenizer, *, is_resumed: bool,
 
 def _sources(
     config: RunConfig, tokenizer: Tokenizer, say: Say
-) -> tuple[RunConfig, tuple[Source, ...], tuple[EvalSource, ...]]:
-    """The run with its number of steps, and its tokenised and checked data: training sources, and sources for
-    evaluation only.
-    """
+) -> tuple[tuple[Source, ...], tuple[EvalSource, ...], Batches]:
+    """The tokenised and checked data: training sources, sources for evaluation only, and the training batches."""
     sources = prepare_sources(config.data, tokenizer, config.train.sequence, say)
     evaluated = prepare_eval_sources(config.data, tokenizer, config.train.sequence, say)
     for source in (*sources, *evaluated):
@@ -216,7 +217,7 @@ def _sources(
     # Raises where the data is too short for a batch, or has nothing to evaluate.
     batches = Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
     eval_batches_of(config, batches, evaluated)
-    return with_steps(config, batches, say), sources, evaluated
+    return sources, evaluated, batches
 
 
 def _changes(step: int, earlier: Mapping[str, Any] | None, config: RunConfig) -> tuple[str, ...]:

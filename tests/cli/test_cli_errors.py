@@ -225,6 +225,16 @@ def test_resume_refuses_what_would_not_be_the_same_run(here: Here, resumable: Pa
     assert here.job.changes == ("train.steps 2 -> 4", "plan.name three-level -> zero3")
 
 
+def test_a_resumed_run_of_epochs_is_refused_in_their_words(here: Here, resumable: Path) -> None:
+    said = here.say("train", "--resume", resumable, "--train.epochs", "0.001")
+    assert (said.code, here.started) == (2, 0)
+    assert "after step 2 of 1, so nothing is left to train: ask for more with --train.epochs N" in said.error
+    # The steps in the file of a run follow from its epochs and batch: the batch that changed is named, not they.
+    config = resumable / "config.toml"
+    config.write_text(config.read_text().replace("\nsteps = 2\n", "\nsteps = 2\nepochs = 1.0\n"))
+    assert "was made with batch = 4, now it is 8" in here.refused("train", "--resume", resumable, "--train.batch", "8")
+
+
 @pytest.mark.parametrize(
     ("key", "stored", "now"), [("gate", "expert_choice", "'softmax'"), ("sliding_window", 8, "None")]
 )

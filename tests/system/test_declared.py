@@ -219,3 +219,26 @@ def test_a_family_whose_tensors_have_no_dims_of_their_own_is_refused(table: dict
     config = transformers.AutoConfig.for_model(**table)
     with pytest.raises(ModelError, match=said):
         terrace.Declaration.of(transformers.AutoModelForCausalLM.from_config(config))
+
+
+class _Adapter(torch.nn.Module):
+    """A linear layer inside another, as adapters put it."""
+
+    def __init__(self, base_layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+
+def test_what_is_not_the_model_of_its_config_declares_nothing() -> None:
+    """Wrappers, parts and adapters, whose parameters have other names than the family's."""
+    model = model_of("llama")
+    adapted = model_of("llama")
+    adapted.model.layers[1].self_attn.q_proj = _Adapter(adapted.model.layers[1].self_attn.q_proj)
+    for given, said in (
+        (torch.nn.Sequential(model), "Sequential is no transformers model, which has a config: give the model itself"),
+        (None, "NoneType is no transformers model"),
+        (model.model, r"LlamaModel is not llama as its config says: embed_tokens.weight \[61, 24\] has no dims there"),
+        (adapted, "layers.1.self_attn.q_proj.base_layer.weight .* without adapters or wrappers"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            terrace.Declaration.of(given)  # type: ignore[arg-type]

@@ -119,7 +119,8 @@ def test_a_run_says_what_was_asked_and_what_it_came_to(tmp_path: Path) -> None:
     # With other data it contradicts itself.
     (tmp_path / "text.txt").write_text("A fox.\n" * 50)
     with pytest.raises(
-        ConfigError, match=r"^train.steps = \d+ beside train.epochs = 2: \d+ steps .*leave one of them out"
+        ConfigError,
+        match=r"^train.steps = \d+ beside train.epochs = 2: \d+ steps .*: give --train.epochs 2 or --train.steps \d+",
     ):
         prepare(parse_run(table), tmp_path / "other", None, say=lines.append)
 
@@ -166,6 +167,11 @@ def test_lengths_that_cannot_be(tmp_path: Path, given: dict[str, Any], said: str
     ("more", "error", "said"),
     [
         ({"train": {"schedule": "wsd", "decay_steps": 5000}}, ConfigError, "decay_steps = 5000 is longer than the"),
+        (
+            {"train": {"schedule": "wsd", "decay_steps": 5000, "warmup_steps": 5000}},
+            ConfigError,
+            "lower both, which together take at most ",
+        ),
         ({"train": {"profile": "900-902"}}, ConfigError, "goes up to step 902, but the run ends at"),
         (
             {"prune": {"blocks": [8, 8], "share": 0.5, "after": 9000}},
@@ -182,6 +188,14 @@ def test_rules_on_the_length_hold_once_it_is_known(
     with pytest.raises(error, match=said):
         prepare(run, tmp_path / "run", None, say=lambda text: None)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_batch_larger_than_the_data_goes_on_for_several_passes(tmp_path: Path) -> None:
+    lines = list[str]()
+    run = resolve(str(write_run(tmp_path, 2)), {}, {"train": {"epochs": 1, "batch": 64}})
+    (tmp_path / "text.txt").write_text("A fox and a hen.\n" * 3)
+    prepare(run, tmp_path / "run", None, say=lines.append)
+    assert "train.epochs = 1: 1 step of 64 sequences, the last with 61 sequences of the next passes" in lines
 
 
 def test_a_rate_that_never_reaches_its_peak_is_said(tmp_path: Path) -> None:

@@ -66,9 +66,16 @@ class Declaration:
     def of(cls, model: nn.Module) -> "Declaration":
         """The declaration of a `transformers` model of a family that `terrace train --model` reads, from its config.
 
-        Raises `ModelError` for another family, and for one whose tensors hold several projections or experts.
+        Raises `ModelError` for another family, for one whose tensors hold several projections or experts, and for
+        parameters that the family has not, as adapters and the wrappers of DDP and `torch.compile` bring them.
         """
-        config = parse_model(json.loads(cast(Any, model).config.to_json_string()))
+        config = getattr(model, "config", None)
+        if not isinstance(model, nn.Module) or not hasattr(config, "to_json_string"):
+            raise ModelError(
+                f"{type(model).__qualname__} is no transformers model, which has a config: give the model itself, such "
+                "as the .module of a wrapper, or write its declaration (docs/declaring.md)"
+            )
+        config = parse_model(json.loads(cast(Any, config).to_json_string()))
         stored, dims = sources(config), dict[str, Sequence[str]]()
         for block in block_specs(config):
             for param in block.params:
@@ -81,7 +88,16 @@ class Declaration:
                 # One pattern for all layers, which have the same names.
                 pattern = re.sub(r"\.\d+\.", ".*.", source.name)
                 dims[pattern] = tuple("hidden" if counted == "features" else counted for counted, _ in param.dims)
-        return cls(heads=config.num_heads, kv_heads=config.num_kv_heads, dims=dims)
+        made = cls(heads=config.num_heads, kv_heads=config.num_kv_heads, dims=dims)
+        for name, weight in model.named_parameters():
+            try:
+                made.dims_of(name, tuple(weight.shape))
+            except ModelError as error:
+                raise ModelError(
+                    f"{type(model).__qualname__} is not {config.family} as its config says: {name} "
+                    f"{list(weight.shape)} has no dims there; give the whole model without adapters or wrappers"
+                ) from error
+        return made
 
     def dims_of(self, name: str, shape: tuple[int, ...]) -> tuple[tuple[str, int], ...]:
         """(quantity, units) of each dim of the parameter `name`. Raises `ModelError` unless one pattern fits."""
