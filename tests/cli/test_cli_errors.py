@@ -232,7 +232,9 @@ def test_a_resumed_run_of_epochs_is_refused_in_their_words(here: Here, resumable
     # The steps in the file of a run follow from its epochs and batch: the batch that changed is named, not they.
     config = resumable / "config.toml"
     config.write_text(config.read_text().replace("\nsteps = 2\n", "\nsteps = 2\nepochs = 1.0\n"))
-    assert "was made with batch = 4, now it is 8" in here.refused("train", "--resume", resumable, "--train.batch", "8")
+    said = here.say("train", "--resume", resumable, "--train.batch", "8")
+    assert (said.code, here.started) == (2, 0)
+    assert "was made with batch = 4, now it is 8" in said.error
 
 
 @pytest.mark.parametrize(
