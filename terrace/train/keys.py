@@ -206,6 +206,11 @@ class TrainConfig(Outputs, Guards, Execution, Start, Records, Updates, Task):
         self._check_decay()
         check_profile(self.profile, self.profile_torch, self.steps)
 
+    @property
+    def length_key(self) -> str:
+        """The key that says how long the run is."""
+        return "train.epochs" if self.epochs else "train.steps"
+
     def absolute(self) -> "TrainConfig":
         """The same configuration with absolute paths."""
         return replace(self, keep_folder=self.keep_folder and self.keep_folder.absolute())

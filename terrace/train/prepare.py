@@ -112,14 +112,11 @@ def prepare(
         config = replace(config, data=replace(config.data, bos=bos, eos=eos))
     _check_folders(config, tokenizer, is_resumed=resume is not None, say=say)
     sources, evaluated, batches = _sources(config, tokenizer, say)
-    if config.train.prompt is not None and not why_no_sample(config):
-        sample_prompt(config, sources, tokenizer)  # refused now rather than at the end
-    # Before the steps are counted: with another batch or other data, the count of the run's file would be blamed.
+    # First, since the steps in a run's file are wrong where its batch or data are others now.
     checkpoint = None if resume is None else _to_resume(resume, config, sources, tokenizer, memory, say)
     config = with_steps(config, batches, say)
     if checkpoint is not None:
-        length = "train.epochs" if config.train.epochs else "train.steps"
-        check_left(checkpoint.folder, checkpoint.step, config.train.steps, length)
+        check_left(checkpoint.folder, checkpoint.step, config.train.steps, config.train.length_key)
     _check_disk(resume or folder or RUNS, config)
     template = config.data.chat_template
     carried = {} if resume else source_files(config.train.weights, config.data.tokenizer, template, tokenizer)
@@ -217,6 +214,8 @@ def _sources(
     # Raises where the data is too short for a batch, or has nothing to evaluate.
     batches = Batches(sources, config.train.sequence, config.rows, config.train.seed, config.data.holdout)
     eval_batches_of(config, batches, evaluated)
+    if config.train.prompt is not None and not why_no_sample(config):
+        sample_prompt(config, sources, tokenizer)  # refused now rather than at the end
     return sources, evaluated, batches
 
 
