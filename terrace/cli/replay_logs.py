@@ -52,12 +52,10 @@ def runs_in(folder: Path) -> dict[Path, RunConfig]:
 def _of_islands(islands: dict[Path, RunConfig], log: Path) -> "list[Repeated]":
     from terrace.launch.start import launch_local
     from terrace.roster.place import read_log
-    from terrace.train.one_process import Written
-    from terrace.train.roster_replay import check_log, replay_islands
+    from terrace.train.roster_replay import check_log, replay_islands, written_by
 
-    entries, written = read_log(log), dict[str, Written]()
-    for each, config in islands.items():
-        written.setdefault(config.elastic.island, Written()).add(each)
+    entries = read_log(log)
+    written = written_by(islands, entries, log)
     job = _job(*next(iter(islands.items())))
     check_log(job, entries)
     with sigterm_raises():

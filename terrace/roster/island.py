@@ -106,6 +106,11 @@ class Island:
             facts = {**facts, INITIAL_VALUE: f"{sum(each['digest'] for each in of_all)}"}
             self._reporters = [Reporter(self.name, where, seal, terms, facts, addresses, lost_s=lost_s, say=say)]
 
+    @property
+    def token(self) -> str:
+        """What the log calls this process, if this is the first rank; "" on the others."""
+        return "".join(reporter.token for reporter in self._reporters)
+
     def join(self) -> Dealt | None:
         """Join the roster, and wait for the first window. Raises `ConfigError` if the roster refuses this island."""
         self._on_first(self._begun)

@@ -22,7 +22,7 @@ from terrace.launch.seal import Seal
 from terrace.roster.decisions import arrival, forsaken, reply, settled
 from terrace.roster.entries import Attempted, Dealt, Entry, Finished, Gone, Joined, entry_of, line_of
 from terrace.roster.reports import Contact, Reply, Report, cut, restarted, with_report
-from terrace.roster.state import Roster, after
+from terrace.roster.state import Roster, after, folded
 from terrace.roster.talk import Talk
 
 _TICK_S = 0.1
@@ -44,6 +44,8 @@ class Log:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and not path.is_file():
+                raise ConfigError(f"--log {path} is no file, so no decision would be kept there: name another --log")
             # Without a buffer, which would write lines of a failed write again.
             self._file = path.open("a+b", buffering=0)
         except OSError as error:
@@ -104,15 +106,18 @@ def read_log(path: Path) -> list[Entry]:
 class Place:
     """Decides for the islands of one run. `say` gets a line for every decision that users care for.
 
-    `wait_for` is the number of islands with which the run begins. Raises `ConfigError` for a port that is in use.
+    `wait_for` is the number of islands with which the run begins. Raises `ConfigError` for a port that is in use, and
+    for a log that was changed by hand.
     """
 
     def __init__(self, host: str, port: int, seal: Seal, log: Path, wait_for: int, say: Callable[[str], None]) -> None:
         self._seal, self._wait_for, self._say = seal, wait_for, say
         self._log = Log(log)
-        self._roster = Roster()
-        for entry in self._log.entries:
-            self._roster = after(self._roster, entry)
+        try:
+            self._roster = folded(self._log.entries, str(log))
+        except ConfigError:
+            self._log.close()
+            raise
         self._contacts: dict[str, Contact] = restarted(self._roster, time.monotonic())
         self._deciding = threading.Lock()
         self._talks: set[Talk] = set()

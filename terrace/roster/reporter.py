@@ -25,7 +25,8 @@ _QUIET_S = 5.0
 
 
 class Reporter:
-    """The reports of an island, on its first rank. `side` is the state of the island.
+    """The reports of an island, on its first rank. `side` is the state of the island, `token` what the log calls
+    its process: another one after the roster has counted it as lost.
 
     `lost_s` is how long it waits for a meeting place that does not answer. `say` gets a line when it waits.
     """
@@ -44,10 +45,10 @@ class Reporter:
     ) -> None:
         self.island, self.side, self._where, self._seal = island, Side(), where, seal
         self._lost_s, self._say = lost_s, say
-        self._tokens, self._leaves, self._trained = 0, False, -1
+        self.tokens, self._leaves, self._trained = 0, False, -1
         self.addresses: dict[str, tuple[str, ...]] = {}  # of the islands of the newest attempt
         self._terms, self._facts, self._addresses = terms, facts, addresses
-        self._token = uuid.uuid4().hex
+        self.token = uuid.uuid4().hex
         self._talk: Talk | None = None
         self._talking = threading.Lock()
         self._closed = threading.Event()
@@ -73,7 +74,7 @@ class Reporter:
             self.side, act = self.side.follow(answer)
             self.addresses = answer.addresses
             if act is Act.BEGIN_AGAIN:
-                self._token, self._tokens = uuid.uuid4().hex, 0
+                self.token, self.tokens = uuid.uuid4().hex, 0
         return act
 
     def ask_within(self, limit_s: float) -> None:
@@ -84,7 +85,7 @@ class Reporter:
     def ready(self, tokens: int, *, has_window: bool, leaves: bool) -> None:
         """The island is ready to exchange; its window, if it has one, is trained on `tokens` tokens."""
         with self._talking:
-            self._tokens, self._leaves = tokens, leaves
+            self.tokens, self._leaves = tokens, leaves
             if has_window:
                 self.side, self._trained = self.side.trained(), self.side.window
 
@@ -136,14 +137,14 @@ class Reporter:
         side = self.side
         return Report(
             island=self.island,
-            token=self._token,
+            token=self.token,
             terms=self._terms,
             facts=self._facts,
             addresses=self._addresses,
             version=side.version,
             window=side.window,
             is_ready=side.is_trained,
-            tokens=self._tokens,
+            tokens=self.tokens,
             holds=side.holds,
             failed=side.failed,
             blames=side.blames,

@@ -7,6 +7,7 @@ at any time.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from terrace.base.errors import ConfigError
 from terrace.roster.entries import (
     NO_ATTEMPT,
     Attempt,
@@ -139,9 +140,51 @@ def _committed(roster: Roster, entry: Committed) -> Roster:
     )
 
 
-def folded(entries: Iterable[Entry]) -> Roster:
-    """The state after a whole log."""
+def folded(entries: Iterable[Entry], log: str = "the log") -> Roster:
+    """The state after a whole log. Raises `ConfigError`, which names `log`, for an entry that nobody can have decided."""
     roster = Roster()
-    for entry in entries:
+    for number, entry in enumerate(entries, 1):
+        if wrong := _wrong_next(roster, entry):
+            raise ConfigError(
+                f"line {number} of {log} does not follow from those before it ({wrong}): give the log as terrace meet "
+                "has written it"
+            )
         roster = after(roster, entry)
     return roster
+
+
+def _wrong_next(roster: Roster, entry: Entry) -> str:
+    """Why an entry cannot come next; "" if it can."""
+    terms, members = roster.terms, {each.name: each for each in roster.members}
+    match entry:
+        case Opened():
+            return "" if terms is None else "the run has begun already"
+        case _ if terms is None:
+            return "no run has begun"
+        case Joined():
+            return f"island {entry.island!r} is in the roster already" if entry.island in members else ""
+        case Dealt():
+            steps = terms.steps_of(roster.window)
+            is_next = (entry.window, entry.first, entry.last) == (roster.window, steps.start, steps.stop - 1)
+            is_whole = entry.shares.keys() <= members.keys() and sum(entry.shares.values()) == terms.rounds
+            return "" if is_next and is_whole else f"window {roster.window} is to be dealt, among {_names(members)}"
+        case Attempted():
+            brought = {name: (each.token, each.version, each.window) for name, each in entry.islands.items()}
+            there = {name: (each.token, each.version, each.window) for name, each in members.items()}
+            is_next = entry.key == Attempt(roster.exchange, roster.attempt) and entry.version <= roster.version
+            other = next((name for name, own in brought.items() if there.get(name) != own), "")
+            wrong = f"island {other!r} cannot bring window {entry.islands[other].window}" if other else ""
+            return wrong if is_next else f"exchange {roster.exchange}, attempt {roster.attempt}, is next"
+        case Committed():
+            key = Attempt(entry.exchange, entry.attempt)
+            is_running = roster.running is not None and roster.running.key == key
+            return "" if is_running else f"exchange {key.exchange}, attempt {key.attempt}, is not under way"
+        case Gone():
+            is_there = entry.island in members and members[entry.island].token == entry.token
+            return "" if is_there else f"island {entry.island!r} is not in the roster"
+        case Finished():
+            return ""
+
+
+def _names(members: Iterable[str]) -> str:
+    return ", ".join(members) or "no island"

@@ -17,7 +17,9 @@ BEGINS = "READ DATA"  # what a rank does first in each step
 
 
 class Faults:
-    """The faults of a rank: none."""
+    """The faults of a rank: none. `words` is a line for the user on what this rank carries out ("": nothing)."""
+
+    words = ""
 
     def watched(self, progress: Progress, step: Callable[[], int]) -> Progress:
         """The callback of instructions, which calls `progress`; `step` gives the number of the step, from 0."""

@@ -9,10 +9,14 @@ import json
 import os
 from collections.abc import Callable, Generator
 from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from terrace.base.errors import TrainingError
-from terrace.base.schema import dump
+from terrace.base.errors import ConfigError, TrainingError
+from terrace.base.files import write_atomic
+from terrace.base.foreign import read_text
+from terrace.base.schema import dump, load
 from terrace.base.words import counted
 from terrace.comm.collectives import DTYPES
 from terrace.data.feeding import Feeder
@@ -29,10 +33,12 @@ from terrace.train.facts import facts_of
 from terrace.train.hooks import Hook, StepDone
 from terrace.train.job import RunJob
 from terrace.train.micro_batches import MicroBatches, StepBatches
+from terrace.train.run_folder import unusable
 
 if TYPE_CHECKING:
     from terrace.train.rank import RankOfRun
 
+OWN = "island.json"  # in a run folder
 Make = Callable[[int], StepBatches]
 Stretches = Generator[tuple[range, Feeder[StepBatches]], None, None]
 
@@ -88,6 +94,8 @@ class Meeting(Alone):
         assert not first_step, "islands are not resumed"
         self._rank.dog.idle("joining the roster")
         self._rank.observer.note(f"island {self._island.name} joins the roster at {self._elastic.meet}")
+        if self._island.token:
+            write_own(self._rank.job.folder, Own(island=self._island.name, token=self._island.token))
         self._rank.reporter.faults.joins()
         self._deal = self._island.join()
         if self._deal is None:
@@ -140,6 +148,30 @@ class Meeting(Alone):
             f"exchange {attempt.exchange}{again}: {counted(len(attempt.islands), 'island')} "
             f"({', '.join(attempt.islands)}), {tokens} tokens"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    """Which island a run folder is of: its name, and the token by which the log of its roster knows the process."""
+
+    island: str
+    token: str
+
+
+def write_own(folder: Path, own: Own) -> None:
+    """Write `island.json`. Raises `ConfigError` if the folder cannot be written."""
+    try:
+        write_atomic(folder / OWN, json.dumps(dump(own)) + "\n")
+    except OSError as error:
+        raise unusable(folder, error) from error
+
+
+def read_own(folder: Path) -> Own:
+    """The island that wrote this run folder. Raises `ConfigError` if none did, or for a damaged file."""
+    try:
+        return load(Own, json.loads(read_text(folder / OWN, folder)), OWN)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {folder / OWN} ({error}): give run folders of islands that trained") from error
 
 
 def terms_of(run: RunConfig) -> Terms:

@@ -72,8 +72,8 @@ class RankOfRun:
         self.learning = learning_of(run, self.batches)
         self.reporter = Reporter(dog, faults_of(world), compiles=bool(run.train.compile))
         self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
-        if self.engine.below.words:
-            observer.note(self.engine.below.words)
+        for words in filter(None, (self.reporter.faults.words, self.engine.below.words)):
+            observer.note(words)
         if self.run.plan.outer.has_islands:
             dog.name_island(self.engine.island.numbers.island)
             self.reporter.patience.follow(self.engine.island, waits_anywhere=has_streams(self.engine.device))

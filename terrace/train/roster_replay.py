@@ -5,8 +5,9 @@ when an exchange takes its change; one that was lost is trained only if its proc
 went on from there. Anchors and outer momentum are kept by version, as long as an island holds them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,15 +20,16 @@ from terrace.launch.stop import StopSignal
 from terrace.launch.watchdog import Watchdog, watch
 from terrace.launch.world import World
 from terrace.roster.entries import Attempted, Committed, Dealt, Entry, Finished, Gone, Joined, Opened
+from terrace.roster.state import folded
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.step_sums import StepResult
 from terrace.train.job import RunJob
-from terrace.train.meeting import island_facts, terms_of
+from terrace.train.meeting import island_facts, read_own, terms_of
 from terrace.train.one_process import Comparison, Repeated, Twin, Written, on_one_rank
 
 
 def check_log(job: RunJob, entries: Sequence[Entry]) -> None:
-    """Raises `ConfigError` unless the log is one of the run of `job`, which is as its islands had it."""
+    """Raises `ConfigError` unless the log is whole, and of the run of `job`, which is as its islands had it."""
     opened = entries[0] if entries else None
     if not isinstance(opened, Opened):
         raise ConfigError("the log has no entry yet: no island has joined")
@@ -36,10 +38,33 @@ def check_log(job: RunJob, entries: Sequence[Entry]) -> None:
             f"the log has the terms {opened.terms}, and the run {terms_of(job.run)}: give the log and the run folders "
             "of the same run"
         )
+    folded(entries)
     own = island_facts(job)
     other = sorted(name for name, value in own.items() if opened.facts.get(name) != value)
     if other:
         raise ConfigError(f"the run has another {other[0]} than the log: give log and run folders of one run")
+
+
+def written_by(folders: Iterable[Path], entries: Sequence[Entry], log: Path) -> dict[str, Written]:
+    """What the run folders have, by island. Those in which no step was trained are left out.
+
+    Raises `ConfigError` for the folder of an island of another roster than that of the log.
+    """
+    names = {each.token: each.island for each in entries if isinstance(each, Joined)}
+    found = dict[str, Written]()
+    for folder in folders:
+        of_folder = Written()
+        of_folder.add(folder)
+        if not of_folder.records:
+            continue
+        own = read_own(folder)
+        if own.token not in names:
+            raise ConfigError(
+                f"{folder} is of island {own.island!r} of another roster than that of {log}, which it has not joined: "
+                "give the log and the run folders of one roster"
+            )
+        found.setdefault(names[own.token], Written()).add(folder)
+    return found
 
 
 def replay_islands(

@@ -94,6 +94,10 @@ def check(folder: Path, texts: str, num_islands: int, ranks: int = 1, steps: int
     print(f"FOUND left {found.num_left}, healing {found.healing}, slower {found.slower:+.3f}")
     assert not found.wrong
     assert (found.num_steps_lost, found.num_left) == (0, 0)
+    # No environment of somebody else's harms a run in silence.
+    own = "TERRACE_FAULTS is set: this run is part of a rehearsal, with the faults: "
+    for ran in seen.ran:
+        assert own in ran.output.read_text()
     of_lost = {entry.island for _, entry in seen.entries if isinstance(entry, Gone) and entry.first >= 0}
     assert of_lost <= {str(each.island) for each in seen.faults}
     named = {str(each.fault.island) for each in found.found if each.lost != "nothing"}

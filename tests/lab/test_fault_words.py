@@ -1,5 +1,6 @@
 """The words of faults, and a run that knows of none; rehearsals are in test_fault_rehearsals.py."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,7 @@ def test_every_instruction_is_a_place() -> None:
             "'BACKWORD' is no instruction: use the name of one",
         ),
         ("island 2 slow x1 at step 1", "x1 slows nothing down: use a factor above 1"),
+        ("island 2 slow x1000000000 at step 1", "x1e+09 is a stop: use a factor of at most 1e+06, or freeze"),
         ("island 2 kill for 3 s at step 1", "kill has no duration here: leave out for 3 s"),
         ("island 2 freeze for 0 s at step 1", "freeze has no duration here"),
         ("meet leave at step 1", "the meeting place is killed or frozen, and leave is for islands"),
@@ -147,8 +149,12 @@ def test_a_run_without_faults_keeps_its_own_callbacks() -> None:
 def test_orders_go_through_the_environment_and_events_through_a_file(tmp_path: Path) -> None:
     orders = Orders(events=str(tmp_path / "e"), island=1, faults={"0": "island 1 kill at step 2"}, tells={}, joins=3)
     assert read_orders(orders.text) == orders
-    with pytest.raises(ConfigError, match="TERRACE_FAULTS is set by terrace rehearse alone"):
-        read_orders("kill everyone")
+    for wrong in ("kill everyone", '{"events": "e", "faults": {"first": "rank 0 kill at step 2"}, "tells": {}}'):
+        with pytest.raises(ConfigError, match="TERRACE_FAULTS is set by terrace rehearse alone"):
+            read_orders(wrong)
+    elsewhere = Orders(events=str(tmp_path / "gone" / "e"), faults={}, tells={})
+    with pytest.raises(ConfigError, match=r"cannot be opened \(No such file or directory\): unset it"):
+        Injected(elsewhere.text, 0, 1)
     lines = Lines(tmp_path / "e")
     assert lines.new() == []
     (tmp_path / "e").write_text("one\ntwo\nthr")
@@ -177,6 +183,20 @@ def test_a_rank_carries_out_each_fault_once_at_its_place(tmp_path: Path) -> None
     assert [(event.what, event.number) for event in events] == [("trains", 1), ("fault", 0), ("meets", 0)]
     with pytest.raises(ConfigError, match=r"rank 1 slow x2 at .*: it has 1 rank, counted from 0"):
         Injected(orders.text, 0, 1)
+
+
+def test_an_island_that_leaves_within_an_exchange_does_not_hold_up_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, slept = list[int](), list[float]()
+    monkeypatch.setattr("os.kill", lambda pid, number: sent.append(number))
+    monkeypatch.setattr("time.sleep", slept.append)
+    texts = {"0": "island 0 leave while healing", "1": "island 0 leave within exchange 2"}
+    injected = Injected(Orders(events=str(tmp_path / "e"), island=0, faults=texts, tells={}).text, 0, 1)
+    injected.reach(Where(kind="healing"))
+    injected.reach(Where(kind="within", number=2))
+    assert sent == 2 * [signal.SIGTERM]
+    assert not slept
 
 
 def test_the_sequences_in_hand_of_a_lost_island_are_named() -> None:

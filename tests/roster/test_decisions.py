@@ -336,3 +336,30 @@ def test_an_island_that_others_do_not_reach_twice_is_lost_and_told_why() -> None
     assert refused == "other islands did not reach island 'b' at b|1: open its ports to them, and start it again"
     assert not desk.report("b", token="b2", version=-1, addresses=("b|2",)).refused
     assert folded(desk.log) == desk.roster
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (0, r"line 1 of here does not follow from those before it \(no run has begun\): give the log as terrace meet"),
+        (1, r"line 3 of here .*\(window 0 is to be dealt, among b\)"),
+        (3, r"line 4 of here .*\(island 'a' cannot bring window 0\)"),
+        (4, r"line 5 of here .*\(exchange 0, attempt 0, is not under way\)"),
+    ],
+)
+def test_a_log_that_lacks_a_line_is_refused_at_the_first_that_does_not_follow(place: int, words: str) -> None:
+    desk = two_islands()
+    for name in ("a", "b"):
+        desk.report(name, version=0, window=0, is_ready=True, tokens=5)
+    for name in ("a", "b"):
+        desk.report(name, version=0, window=0, is_ready=True, tokens=5, holds=Attempt(0, 0))
+    kinds = [type(entry) for entry in desk.log[:6]]
+    assert kinds == [Opened, Joined, Joined, Dealt, Attempted, Committed]
+    assert folded(desk.log, "here") == desk.roster
+    with pytest.raises(ConfigError, match=words):
+        folded([*desk.log[:place], *desk.log[place + 1 :]], "here")
+    joined, gone = desk.log[1], Gone(island="a", token="of an earlier process", why="it")
+    with pytest.raises(ConfigError, match=r"line 4 of here .*\(island 'a' is in the roster already\)"):
+        folded([*desk.log[:3], joined], "here")
+    with pytest.raises(ConfigError, match=r"line 4 of here .*\(island 'a' is not in the roster\)"):
+        folded([*desk.log[:3], gone], "here")

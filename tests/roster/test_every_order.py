@@ -256,8 +256,8 @@ def check_end(played: Played) -> None:
 
 
 # Islands, windows, faults (deaths, freezes, failed links, restarts of the deciding process), whether replies are lost.
-BY_DAY = [("abc", 2, 0, False), ("ab", 1, 1, False), ("ab", 2, 0, True)]
-BY_NIGHT = [("abc", 1, 1, False), ("ab", 2, 1, True), ("ab", 1, 2, False)]
+BY_DAY = [("abc", 1, 0, False), ("ab", 1, 1, False), ("ab", 2, 0, True)]
+BY_NIGHT = [("abc", 2, 0, False), ("abc", 1, 1, False), ("ab", 2, 1, True), ("ab", 1, 2, False)]
 
 
 @pytest.mark.parametrize(("islands", "windows", "faults", "lossy"), BY_DAY + nightly(*BY_NIGHT))
@@ -302,6 +302,7 @@ def test_the_player_notices_a_roster_that_commits_too_early(monkeypatch: pytest.
         play(1, 0, "ab")
 
 
+@pytest.mark.nightly
 def test_the_player_notices_an_island_that_is_offered_the_attempt_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decisions, "_same", lambda member, brought: True)
     with pytest.raises((AssertionError, RuntimeError)):

@@ -20,11 +20,12 @@ from terrace.roster.entries import Dealt, Gone
 from terrace.roster.outer import num_slices
 from terrace.roster.place import Place, read_log
 from terrace.train.loop import train
+from terrace.train.meeting import Own, write_own
 from terrace.train.metrics import Outcome, Silent
 from terrace.train.prepare import prepare
 from terrace.train.resolve import resolve
 from tests.support.checkpoints import contents
-from tests.support.tiny_runs import metrics, started, terrace, wait_for_step, write_run
+from tests.support.tiny_runs import metrics, one_line, started, terrace, wait_for_step, write_run
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -82,10 +83,17 @@ def test_islands_with_unequal_shares_train_as_one_process(pool: LocalPool, tmp_p
             assert torch.equal(value, found[0][0][name])
         slices = num_slices(resolve(None, {}, {"elastic": {"meet": "h:1", "optimizer": "average"}}).elastic.outer)
         assert (without, beside) == (0, slices * numel * 8)
+    # The log knows an island by its token, whatever its configuration calls it: nothing, for one of a default name.
+    config = islands / "b" / "config.toml"
+    config.write_text(config.read_text().replace('island = "b"', "").partition("\n")[2])  # without its checksum
     again = terrace("replay", islands, "--log", log, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     # A loss and a norm of three steps of each island, and its last checkpoint.
     assert "3 exchanges are those of the run: 21 figures and checkpoints differ by at most" in again.stdout
+    write_own(islands / "c", Own(island="c", token="of another roster"))
+    mixed = terrace("replay", islands, "--log", log, cwd=tmp_path)
+    assert mixed.returncode == 2
+    assert one_line(mixed.stderr).startswith(f"terrace: error: {islands / 'c'} is of island 'c' of another roster than")
 
 
 @contextmanager
@@ -217,6 +225,7 @@ def test_what_is_no_roster_is_not_replayed(tmp_path: Path, words: list[str], lin
         (["0", "--islands", "0"], "--islands 0"),
         (["0", "--log", "text.txt"], "is no entry of a roster"),
         (["nowhere.invalid:0"], "cannot listen at nowhere.invalid"),
+        (["0", "--log", "/dev/null"], "--log /dev/null is no file"),
     ],
 )
 def test_a_meeting_place_that_cannot_be_is_refused_in_one_line(tmp_path: Path, words: list[str], line: str) -> None:

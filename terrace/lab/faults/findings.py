@@ -37,7 +37,9 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What came of a fault: when it happened (None: never), what was lost, and how long the others waited for it."""
+    """What came of a fault: when it happened, from the first event on (None: never), what was lost, and how long the
+    others waited for it.
+    """
 
     fault: Fault
     at_s: float | None
@@ -233,7 +235,7 @@ def findings(seen: Seen, batch: int, micro_batch: int) -> Findings:
     found = [
         Found(
             fault=fault,
-            at_s=seen.done[number] - seen.begin_s if number in seen.done else None,
+            at_s=seen.done[number] - seen.first_s if number in seen.done else None,
             lost=lost_by(seen, number, rows) if number in seen.done else "",
             waited_s=waited_s(seen, number) if number in seen.done else None,
         )

@@ -29,6 +29,7 @@ _WHERE = re.compile(
     r"at step (?P<step>\d+)|at instruction (?P<name>\w+) of step (?P<of_step>\d+)|at exchange (?P<exchange>\d+)"
     r"|within exchange (?P<within>\d+)|while healing"
 )
+_MOST_SLOW = 1e6
 _RULES = (
     (_WHO, "who", "use island N, rank N, island N rank M or meet"),
     (_WHAT, "what", "use kill, freeze, slow xF, cut, leave or join, perhaps with for S s"),
@@ -121,6 +122,8 @@ def _wrong(fault: Fault) -> str:
         return f"{where.name!r} is no instruction: use the name of one, such as {close.value}"
     if what == "slow" and fault.factor <= 1:
         return f"x{fault.factor:g} slows nothing down: use a factor above 1, such as slow x3"
+    if fault.factor > _MOST_SLOW:
+        return f"x{fault.factor:g} is a stop: use a factor of at most {_MOST_SLOW:g}, or freeze"
     if fault.seconds == 0 or (fault.seconds < inf and (what in ("leave", "join") or _is_final(fault))):
         return f"{what} has no duration here: leave out for {fault.seconds:g} s"
     if fault.is_of_place and what not in ("kill", "freeze"):

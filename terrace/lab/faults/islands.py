@@ -70,6 +70,11 @@ class Seen:
     num_left: int = 0  # processes that outlived their island
     is_finished: bool = False  # the run has come to its last step
 
+    @property
+    def first_s(self) -> float:
+        """When the first island had begun, from which all times are shown."""
+        return min((each.at_s for each in self.events), default=self.begin_s)
+
 
 class Rehearsal:
     """Rehearses `faults` on islands that run `words` (of terrace). `folder` gets all files; `say` gets lines."""

@@ -53,7 +53,10 @@ class Orders:
 def read_orders(text: str) -> Orders:
     """The orders in `TERRACE_FAULTS`. Raises `ConfigError`."""
     try:
-        return load(Orders, json.loads(text), "TERRACE_FAULTS")
+        orders = load(Orders, json.loads(text), "TERRACE_FAULTS")
+        for number in (*orders.faults, *orders.tells):
+            int(number)
+        return orders
     except ValueError as error:
         raise ConfigError(f"TERRACE_FAULTS is set by terrace rehearse alone ({error}): unset it") from error
 
@@ -75,10 +78,19 @@ class Event:
 
 
 class Written:
-    """The events of one rank, each a line that is on its way before the call returns."""
+    """The events of one rank, each a line that is on its way before the call returns.
+
+    Raises `ConfigError` for a path that cannot be opened.
+    """
 
     def __init__(self, path: str, island: int, rank: int) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"TERRACE_FAULTS has events written to {path}, which cannot be opened ({error.strerror}): unset it, "
+                "since terrace rehearse alone sets it"
+            ) from error
         self._island, self._rank = island, rank
 
     def add(
