@@ -141,7 +141,7 @@ def _committed(roster: Roster, entry: Committed) -> Roster:
 
 
 def folded(entries: Iterable[Entry], log: str = "the log") -> Roster:
-    """The state after a whole log. Raises `ConfigError`, which names `log`, for an entry that nobody can have decided."""
+    """The state after a whole log. Raises `ConfigError`, which names `log` and the line, for an entry that cannot be."""
     roster = Roster()
     for number, entry in enumerate(entries, 1):
         if wrong := _wrong_next(roster, entry):
@@ -156,11 +156,11 @@ def folded(entries: Iterable[Entry], log: str = "the log") -> Roster:
 def _wrong_next(roster: Roster, entry: Entry) -> str:
     """Why an entry cannot come next; "" if it can."""
     terms, members = roster.terms, {each.name: each for each in roster.members}
+    if isinstance(entry, Opened):
+        return "" if terms is None else "the run has begun already"
+    if terms is None:
+        return "no run has begun"
     match entry:
-        case Opened():
-            return "" if terms is None else "the run has begun already"
-        case _ if terms is None:
-            return "no run has begun"
         case Joined():
             return f"island {entry.island!r} is in the roster already" if entry.island in members else ""
         case Dealt():
