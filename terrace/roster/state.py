@@ -141,7 +141,7 @@ def _committed(roster: Roster, entry: Committed) -> Roster:
 
 
 def folded(entries: Iterable[Entry], log: str = "the log") -> Roster:
-    """The state after a whole log. Raises `ConfigError`, which names `log` and the line, for an entry that cannot be."""
+    """The state after a whole log. Raises `ConfigError`, which names `log` and the line, for a line that cannot be."""
     roster = Roster()
     for number, entry in enumerate(entries, 1):
         if wrong := _wrong_next(roster, entry):
