@@ -9,6 +9,8 @@ from terrace.base.coming_from import PLANS, RUN, options_for, preset_for, sectio
 from terrace.base.errors import ConfigError
 
 _OF_RUNS = ("train", "simulate", "doctor", "data prepare")  # commands with the sections of terrace train
+# Commands with keys that refuse those of others by words of their own.
+_OWN_WORDS = ("plan", "data lengths", "rehearse run")
 _ELSEWHERE = ("train", "rl", "generate")  # commands that are suggested for an option that a command has not
 _OFF = ("false", "no", "off")  # values of a switch; 0 is a stage of ZeRO
 
@@ -49,7 +51,8 @@ def _answer(name: str, value: str, command: str, names: set[str], *, takes_run: 
             raise ConfigError(f"unknown argument {name!r}; the folder is the first word: terrace {command} {RUN}")
         if each != RUN and _takes(each, command, names):
             return _pasted(name, each, value)
-    _refuse_elsewhere(name, command, found, value)
+    if "." not in name or command not in _OWN_WORDS:
+        _refuse_elsewhere(name, command, found, value)
     return ""
 
 
