@@ -67,7 +67,13 @@ def _of_deals(folder: Path, config: RunConfig) -> "list[Repeated]":
     from terrace.launch.start import launch_local
     from terrace.train.one_process import Written, replay_deals
 
-    job, written = replace(_job(folder, config), deals=read_deals(folder)), Written()
+    dealt = read_deals(folder)
+    if any(each.formats for each in dealt):
+        raise ConfigError(
+            f"{folder / DEALS} has formats of messages between members, and one process sends none: name a step "
+            "(--step N) to repeat on the ranks of the run"
+        )
+    job, written = replace(_job(folder, config), deals=dealt), Written()
     written.add(folder)
     with sigterm_raises():
         found: list[Repeated] = launch_local(1, replay_deals, (job, written))

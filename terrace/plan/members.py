@@ -8,16 +8,21 @@ Members then run programs of different lengths, so only messages that every prog
 tier between them: those once a step, or once a unit if all have as many units.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from terrace.base.errors import PlanError
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.members import slowest_link
+from terrace.cluster.members import Member, slowest_link
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import ORDER, Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.stage import count_units
+from terrace.plan.wire import BETWEEN, BETWEEN_STAGES, FORMATS, by_boundary, parse_format
+
+Formats = Mapping[str, Sequence[str]]  # message class between stages -> format of each boundary between members
+_NARROWER = ("fp32", "bf16", "int8")  # without a state of their own; fp8 is as long as int8, and rounds more
 
 
 def member_of(cluster: Cluster, rank: int) -> int:
@@ -113,10 +118,74 @@ def boundary_links(cluster: Cluster, plan: Plan) -> list[tuple[float, float]]:
     The last is that of the last member with the first, which some schedules cross.
     """
     tier = cluster.tiers[-1]
-    members = [each for each in tier.members for _ in range(each.count)]
+    members = [each for each in tier.members or (Member(count=tier.size),) for _ in range(each.count)]
     placed = [members[member] for member in plan.order or range(len(members))]
     ends = zip(placed, [*placed[1:], placed[0]], strict=True)
     return [slowest_link(pair, tier.bandwidth_bytes_per_s, tier.latency_s) for pair in ends]
+
+
+def written_formats(
+    wire: Mapping[str, Mapping[str, str]], compute: str, cluster: Cluster
+) -> dict[str, tuple[str, ...]]:
+    """What a table `wire` says of the boundaries between the members of a pipeline; `compute` where it says nothing."""
+    tier = cluster.tiers[-1]
+    found = {}
+    for message in BETWEEN_STAGES:
+        names = by_boundary(wire.get(message.value, {}).get(tier.name, compute))
+        found[message.value] = names if len(names) > 1 else names * (tier.size - 1)
+    return found
+
+
+def boundary_formats(cluster: Cluster, plan: Plan) -> dict[str, tuple[str, ...]]:
+    """The format of each boundary between members, by message class; empty without a pipeline across their tier."""
+    size = cluster.tiers[-1].size
+    if size == 1 or Mesh.of(cluster, plan).group("pipeline")[-1] != size:
+        return {}
+    return written_formats(plan.wire, plan.compute, cluster)
+
+
+def with_formats(plan: Plan, cluster: Cluster, formats: Formats) -> Plan:
+    """The plan with these formats by boundary; the default of every boundary where a class has none."""
+    tier = cluster.tiers[-1].name
+    found = {message: dict(row) for message, row in plan.wire.items()}
+    for message in BETWEEN_STAGES:
+        row = found.setdefault(message.value, {})
+        row.pop(tier, None)
+        names = formats.get(message.value, ())
+        if set(names) - {plan.compute}:  # the default
+            row[tier] = names[0] if len(set(names)) == 1 else f"{BETWEEN} ".join(names)
+    return replace(plan, wire={message: row for message, row in found.items() if row})
+
+
+def formats_to_follow(cluster: Cluster, plan: Plan) -> dict[str, list[tuple[str, ...]]]:
+    """By message class and boundary: the plan's format and those that a run may take in its place, widest first.
+
+    None is wider, so all fit the memory that was counted for the plan's.
+    """
+    return {
+        message: [
+            (name, *(each for each in _NARROWER if FORMATS[each].bits < parse_format(name).bits)) for name in names
+        ]
+        for message, names in boundary_formats(cluster, plan).items()
+    }
+
+
+def check_new_formats(cluster: Cluster, plan: Plan, key: str) -> None:
+    """Raise `PlanError` unless a run may take other formats between members while it goes on, as `key` asks for."""
+    for message, boundaries in formats_to_follow(cluster, plan).items():
+        here = f"wire.{message}.{cluster.tiers[-1].name}"
+        for name, *_ in boundaries:
+            wire = parse_format(name)
+            if wire.feedback or wire.packed:
+                what = "keeps residuals of its own" if wire.feedback else "is lossless, and what follows may not be"
+                raise PlanError(f"{key} chooses formats anew, and {here} = {name!r} {what}: leave one of them out")
+    if all(len(names) == 1 for boundaries in formats_to_follow(cluster, plan).values() for names in boundaries):
+        raise PlanError(
+            f"{key} has no effect: every boundary has a format that no other of {', '.join(_NARROWER)} is narrower "
+            f"than: leave {key} out"
+        )
+    if plan.outer.has_islands:
+        raise PlanError(f"{key} is not implemented for a pipeline of members beside islands: leave one of them out")
 
 
 def check_order(cluster: Cluster, plan: Plan) -> None:

@@ -4,26 +4,27 @@ The order and the stages are those of the shortest predicted step: of up to `MOS
 of more, exchanges of two members as long as one helps. Where formats for messages between stages are allowed, all
 boundaries begin with the narrowest; then each, from the fastest link to the slowest, takes the widest that leaves the
 step practically as short. So the slowest boundary is coded just enough to leave the critical path, which is the aim of
-AdaTopK (FusionLLM, arXiv 2410.12707).
+AdaTopK (FusionLLM, arXiv 2410.12707). A run whose links have changed chooses its formats by the same rule.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import combinations, permutations
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
-from terrace.plan.members import boundary_links
+from terrace.plan.members import boundary_formats, boundary_links, with_formats
 from terrace.plan.plan import Plan
-from terrace.plan.wire import BETWEEN, BETWEEN_STAGES
 from terrace.planner.evaluate import step_of
 from terrace.planner.ranking import TIE
 from terrace.planner.task import Task
-from terrace.simulate.step import Prediction, predict_step
+from terrace.simulate.step import Prediction, Step, predict_step
 
 MOST_TRIED = 4
 Formats = Mapping[str, Sequence[str]]  # message class between stages -> formats that it may have, widest first
+Allowed = Mapping[str, Sequence[Sequence[str]]]  # the same by boundary
+Play = Callable[[Mapping[str, Sequence[str]]], Prediction]  # of the step with formats by boundary
 
 
 def best_pipeline(task: Task, plan: Plan, formats: Formats) -> Prediction:
@@ -31,23 +32,53 @@ def best_pipeline(task: Task, plan: Plan, formats: Formats) -> Prediction:
 
     Raises `PlanError` if no order fits.
     """
-    plain = _ordered(task, replace(plan, stages=(), order=(), wire=_wire(task, plan, {})))
+    cluster = task.cluster
+    plan = replace(plan, stages=(), order=())
+    plain = _ordered(task, with_formats(plan, cluster, {}))
     if not formats:
         return plain
-    size = task.cluster.tiers[-1].size - 1
-    chosen = {message: [names[-1]] * size for message, names in formats.items()}
-    coded = _ordered(task, replace(plan, stages=(), order=(), wire=_wire(task, plan, chosen)))
+    size = cluster.tiers[-1].size - 1
+    allowed = {message: [names] * size for message, names in formats.items()}
+    coded = _ordered(task, with_formats(plan, cluster, _narrowest(allowed)))
     if coded.step_s >= (1 - TIE) * plain.step_s:
         return plain
-    order, found = coded.step.plan.order, coded
-    links = boundary_links(task.cluster, coded.step.plan)[:size]
-    for boundary in sorted(range(size), key=lambda each: links[each], reverse=True):
-        for message, names in formats.items():
-            for name in names:
+    placed = replace(plan, order=coded.step.plan.order)
+    links = boundary_links(cluster, placed)[:size]
+    return _just_enough(
+        lambda chosen: predict_step(step_of(task, with_formats(placed, cluster, chosen))), links, allowed, coded
+    )
+
+
+def formats_anew(step: Step, allowed: Allowed) -> tuple[dict[str, tuple[str, ...]], float, float]:
+    """The formats that a pipeline over members has by the rule above, on the links of `step`.
+
+    Returns these formats, and the predicted seconds of the step with its own formats and with these.
+    """
+
+    def play(chosen: Mapping[str, Sequence[str]]) -> Prediction:
+        return predict_step(replace(step, plan=with_formats(step.plan, step.cluster, chosen)))
+
+    plain = play({message: [names[0] for names in each] for message, each in allowed.items()})
+    coded = play(_narrowest(allowed))
+    found = plain if coded.step_s >= (1 - TIE) * plain.step_s else _just_enough(play, step.links, allowed, coded)
+    return boundary_formats(step.cluster, found.step.plan), predict_step(step).step_s, found.step_s
+
+
+def _narrowest(allowed: Allowed) -> dict[str, list[str]]:
+    return {message: [names[-1] for names in each] for message, each in allowed.items()}
+
+
+def _just_enough(play: Play, links: Sequence[tuple[float, float]], allowed: Allowed, coded: Prediction) -> Prediction:
+    """The step whose boundaries have the widest formats with which it is practically as short as `coded`, the step with
+    the narrowest.
+    """
+    chosen, found = _narrowest(allowed), coded
+    for boundary in sorted(range(len(links)), key=lambda each: links[each], reverse=True):
+        for message, names in allowed.items():
+            for name in names[boundary]:
                 tried = {**chosen, message: [*chosen[message]]}
                 tried[message][boundary] = name
-                wire = _wire(task, plan, tried)
-                played = predict_step(step_of(task, replace(plan, stages=(), order=order, wire=wire)))
+                played = play(tried)
                 if played.step_s <= (1 + TIE) * coded.step_s:
                     chosen, found = tried, played
                     break
@@ -94,16 +125,3 @@ def _distinct(cluster: Cluster, orders: Iterator[tuple[int, ...]]) -> Iterator[t
         if kinds not in seen:
             seen.add(kinds)
             yield order
-
-
-def _wire(task: Task, plan: Plan, chosen: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
-    """The plan's table with these formats by boundary; the default of every boundary where a class has none."""
-    tier = task.cluster.tiers[-1].name
-    found = {message: dict(row) for message, row in plan.wire.items()}
-    for message in BETWEEN_STAGES:
-        row = found.setdefault(message.value, {})
-        row.pop(tier, None)
-        names = chosen.get(message.value, ())
-        if set(names) - {plan.compute}:  # the default
-            row[tier] = names[0] if len(set(names)) == 1 else f"{BETWEEN} ".join(names)
-    return {message: row for message, row in found.items() if row}

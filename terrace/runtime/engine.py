@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -11,8 +12,10 @@ from terrace.base.errors import ModelError, ProgramError
 from terrace.model.liger import any_served
 from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
+from terrace.plan.members import Formats, most_micros, with_formats
 from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.pruning import check_pruning
+from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import MessageClass
 from terrace.program.cycle import exchanging, outer_program
 from terrace.program.loads import Loads
@@ -144,20 +147,19 @@ class Engine:
         assert isinstance(result, StepResult), "the ranks agree on an error"
         return result
 
-    def deal(self, shares: Sequence[int]) -> None:
-        """Give the members of the outermost tier other numbers of micro-batches from the next step on.
+    def deal(self, shares: Sequence[int] = (), formats: Formats = MappingProxyType({})) -> None:
+        """Give the members of the outermost tier other numbers of micro-batches from the next step on, or the
+        boundaries of a pipeline across it other formats.
 
-        Every rank calls this between the same two steps. All members hold the same states, so no state moves. Raises
-        `PlanError` for shares that the plan cannot have.
+        Every rank calls this between the same two steps. No state moves. Raises `PlanError` for what the plan cannot
+        have.
         """
         own = self.program
-        workload = Workload(
-            cluster=own.cluster,
-            plan=replace(own.plan, shares=tuple(shares)),
-            num_micros=max(shares),
-            sequence=own.model.sequence,
-        )
+        plan = replace(with_formats(own.plan, own.cluster, formats) if formats else own.plan, shares=tuple(shares))
+        micros = most_micros(plan, own.num_micros)
+        workload = Workload(cluster=own.cluster, plan=plan, num_micros=micros, sequence=own.model.sequence)
         self.program = workload.program_of(self.rank, self.state.specs)
+        self.comm.collectives.errors.messages = lossy_messages(self.program.model.stage_layout, plan)
         self._programs = {NO_EXCHANGE: self.program}
         self._forward = self._given = None
 

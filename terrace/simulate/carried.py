@@ -31,6 +31,8 @@ _DIGITS = 12  # of seconds: states less than a picosecond apart are one
 _COMPUTING = ("forward", "backward", "update")
 
 Times = Mapping[str, float]  # seconds by category
+Priced = Work | Sequence[float]  # `Step.work`
+Links = Sequence[tuple[float, float]]  # (bandwidth, latency) of each boundary between members
 
 
 class Left(NamedTuple):
@@ -63,7 +65,7 @@ class Runs(NamedTuple):
 
 
 def play_period(
-    period: Period, work: Work | Sequence[float], known: Sequence[Costs] = (), unplayed: Sequence[Times] = ()
+    period: Period, work: Priced, known: Sequence[Costs] = (), unplayed: Sequence[Times] = ()
 ) -> list[list[Times]]:
     """Seconds by category, summed over all runs of each turn, by turn and stage; `work` as in `Step`.
 
@@ -83,7 +85,7 @@ def play_period(
 
 def play_runs(
     period: Period,
-    work: Work | Sequence[float],
+    work: Priced,
     known: Sequence[Costs] = (),
     unplayed: Sequence[Times] = (),
     rank: type[Rank] = Rank,
@@ -100,7 +102,7 @@ class _Play:
     def __init__(
         self,
         period: Period,
-        work: Work | Sequence[float],
+        work: Priced,
         known: Sequence[Costs],
         unplayed: Sequence[Times],
         rank: type[Rank],
@@ -241,20 +243,24 @@ def _sum(*parts: Times) -> Times:
     return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
 
-def stage_costs(programs: Sequence[Program], work: Work | Sequence[float], known: Costs | None = None) -> list[Costs]:
-    """Costs of the programs of all stages; `work` as in `Step`, `known` prices of shared blocks."""
-    if clusters := stage_clusters(programs[0].cluster, programs[0].plan):
-        return _costs_apart(programs, clusters, work)
+def stage_costs(
+    programs: Sequence[Program], work: Priced, known: Costs | None = None, links: Links = ()
+) -> list[Costs]:
+    """Costs of the programs of all stages; `work` and `links` as in `Step`, `known` prices of shared blocks."""
+    cluster, plan = programs[0].cluster, programs[0].plan
+    clusters = stage_clusters(cluster, plan)
+    if clusters or links:
+        return _costs_apart(programs, clusters or [cluster] * len(programs), work, links)
     first = known or step_costs(programs[0], work)
     # Blocks cost the same on every stage; the optimizer's constant is charged to a stage's last block.
     is_work = isinstance(work, Work)
     return [first.of_stage(each, update_seconds(each) if is_work else first.update_s) for each in programs]
 
 
-def _costs_apart(programs: Sequence[Program], clusters: Sequence[Cluster], work: Work | Sequence[float]) -> list[Costs]:
-    """Costs of stages that run on unequal members."""
+def _costs_apart(programs: Sequence[Program], clusters: Sequence[Cluster], work: Priced, links: Links) -> list[Costs]:
+    """Costs of stages that run on unequal members, or whose members have links of their own."""
     priced: dict[Cluster, Costs] = {}
-    found, links = [], boundary_links(programs[0].cluster, programs[0].plan)
+    found, links = list[Costs](), links or boundary_links(programs[0].cluster, programs[0].plan)
     for program, cluster in zip(programs, clusters, strict=True):
         if cluster not in priced:
             model = replace(program.model, cluster=cluster)
@@ -266,7 +272,7 @@ def _costs_apart(programs: Sequence[Program], clusters: Sequence[Cluster], work:
     return found
 
 
-def _linked(program: Program, cluster: Cluster, links: Sequence[tuple[float, float]]) -> dict[int, Cluster]:
+def _linked(program: Program, cluster: Cluster, links: Links) -> dict[int, Cluster]:
     """By stage of another member to which a stage sends: its cluster with the link between the two members."""
     found, (*inner, tier) = {}, cluster.tiers
     for other in {other for pair in program.stage.pairs for other in pair} - {program.stage.index}:

@@ -32,7 +32,7 @@ from terrace.program.report import StepReport, declared_ahead, times_beside, wit
 from terrace.program.sharded_model import ShardedModel
 from terrace.program.shares import share, share_apart
 from terrace.program.stages import check_blocks, check_virtual, num_virtual, period, stages_of
-from terrace.simulate.carried import stage_costs
+from terrace.simulate.carried import Links, Priced, stage_costs
 from terrace.simulate.chunks import plan_with_chunks
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.cycle import Cycle, play_cycle
@@ -73,6 +73,7 @@ class Step:
     sequence: int
     work: Work | tuple[float, ...]
     beside: tuple[StepReport, ...] = ()  # by stage, what runs before the step (terrace.simulate.beside); empty: nothing
+    links: Links = ()  # of each boundary of a pipeline of members, as measured; empty: those of the members
 
     @property
     def num_stages(self) -> int:
@@ -351,7 +352,7 @@ def _with_cycle(steady: Prediction) -> Prediction:
 
 
 def _played(step: Step, programs: Sequence[Program], known: Costs | None = None) -> Prediction:
-    costs, times_s = play_stages(programs, step.work, known, drains=bool(step.beside))
+    costs, times_s = play_stages(programs, step.work, known, drains=bool(step.beside), links=step.links)
     return Prediction(
         step=step,
         times_s=tuple(times_s),
@@ -362,13 +363,13 @@ def _played(step: Step, programs: Sequence[Program], known: Costs | None = None)
 
 
 def play_stages(
-    programs: Sequence[Program], work: Work | Sequence[float], known: Costs | None = None, *, drains: bool = False
+    programs: Sequence[Program], work: Priced, known: Costs | None = None, *, drains: bool = False, links: Links = ()
 ) -> tuple[list[Costs], list[dict[str, float]]]:
-    """Costs of the programs of all stages, and seconds by category, played together; `work` as in `Step`.
+    """Costs of the programs of all stages, and seconds by category, played together; `work` and `links` as in `Step`.
 
     `known` are prices of blocks that the programs share; with `drains`, refreshes end before the next step begins.
     """
-    costs = [replace(each, drains=drains) if drains else each for each in stage_costs(programs, work, known)]
+    costs = [replace(each, drains=drains) if drains else each for each in stage_costs(programs, work, known, links)]
     return costs, [step_seconds(programs[0], costs[0])] if len(programs) == 1 else stages_seconds(programs, costs)
 
 
@@ -389,8 +390,7 @@ def _line(short: Prediction, long: Prediction) -> Prediction:
     further = (long.step.num_micros - long.played_micros) / (long.played_micros - short.played_micros)
     times_s = []
     for one, two in zip(short.times_s, long.times_s, strict=True):
-        # A category may first occur in the longer play; dict keeps the order.
-        names = dict.fromkeys((*one, *two))
+        names = dict.fromkeys((*one, *two))  # a category may first occur in the longer play; dict keeps the order
         slopes_s = {name: two.get(name, 0.0) - one.get(name, 0.0) for name in names}
         times_s.append({name: two.get(name, 0.0) + further * slope_s for name, slope_s in slopes_s.items()})
     sent = (

@@ -105,14 +105,19 @@ class Following(Hook):
         self._rank, self._at_start, self._cluster = rank, cluster, cluster
         self._measured_s = deque[float](maxlen=rank.run.train.slow_steps)
         self._steps_s = deque[float](maxlen=rank.run.train.slow_steps)
-        self._compares = _may_deal(rank)
+        self._compares = self._may()
         self._said: tuple[int, ...] = ()
         self._played = Played()
         self._known_until = first_step
         if self._compares and rank.job.resume is not None:
             self._known_until = self._rank.engine.comm.exchange(self._last_step(rank.job.folder))[0]
 
+    def _may(self) -> bool:
+        return _may_deal(self._rank)
+
     def begin(self) -> None:
+        if self._rank.job.resume is not None:
+            _check_alike(self._rank)
         # A resume may have changed some deals of the file; a run that starts anew removes those of an earlier run.
         if self._rank.deals.dealt or (self._rank.job.folder / DEALS).exists():
             self._write()
@@ -194,6 +199,17 @@ class Following(Hook):
             self._rank.deals.write(self._rank.job.folder)
         except OSError as error:
             raise TrainingError(f"cannot write the shares of {self._rank.job.folder}: {error.strerror}") from error
+
+
+def _check_alike(rank: "RankOfRun") -> None:
+    """Raises `TrainingError` on every rank if their records of deals differ: their messages would not match."""
+    told = rank.engine.comm.exchange([[each.step, each.shares, dict(each.formats)] for each in rank.deals.dealt])
+    other = next((number for number, each in enumerate(told) if each != told[0]), None)
+    if other is not None:
+        raise TrainingError(
+            f"rank {other} resumes with other deals than rank 0: {told[other]} and {told[0]}, as [step, shares, "
+            f"formats]; copy {DEALS} of the run folder from rank 0's machine to all, and resume again"
+        )
 
 
 def _may_deal(rank: "RankOfRun") -> bool:

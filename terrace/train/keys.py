@@ -156,7 +156,7 @@ class Guards:
     timeout_s: float = 120.0  # a rank that does not move for so long stopped the step
     slow_factor: float = 1.5  # a rank whose own work takes so many times its peers' is named; 0: none is
     slow_steps: int = 20  # by its last steps
-    follow: bool = False  # deal plan.shares anew where measured speeds of members differ: terrace.train.follow
+    follow: bool = False  # deal shares, or formats between members, anew by measurement: terrace.train.follow
     error_budget: Mapping[str, float] = field(default_factory=dict)  # message class -> largest relative rounding error
     target_loss: float | None = None  # the run fails when its last losses lie above
 

@@ -27,7 +27,7 @@ from terrace.train.calibrate import calibrate, layer_flops_per_s, predict_once
 from terrace.train.copies import copies_of
 from terrace.train.effects import why_no_sample
 from terrace.train.facts import facts_of
-from terrace.train.follow import Following
+from terrace.train.follow_links import following_of
 from terrace.train.gauges import Gauges
 from terrace.train.job import RunJob
 from terrace.train.meeting import meeting_of
@@ -94,7 +94,7 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
         observer.detail(words)
     # In this order after each step: what is measured, what is known of it, and what follows from that.
     hooks = (
-        Following(rank, cluster, first_step),
+        following_of(rank, cluster, first_step),
         Profiler(engine, run, cluster, job.folder),
         copies,
         StepFigures(rank),

@@ -25,12 +25,14 @@ from terrace.model.facts import vocabulary_size
 from terrace.model.liger import why_missing
 from terrace.plan.gaps import gaps_words
 from terrace.plan.layout import Layout
-from terrace.plan.members import check_shares
+from terrace.plan.members import boundary_formats, check_shares, with_formats, written_formats
+from terrace.plan.plan import Plan
+from terrace.plan.wire_rules import check_wire
 from terrace.runtime.compiled import check_compiler
 from terrace.runtime.kept.file import check_folder
 from terrace.train.adapted import FACT, fact_of
 from terrace.train.config import RunConfig, run_toml
-from terrace.train.deals import DEALS, Deals, deals_to_resume
+from terrace.train.deals import DEALS, Deals, deals_to_resume, formats_to_resume
 from terrace.train.effects import why_no_sample
 from terrace.train.epochs import with_steps
 from terrace.train.evaluated import eval_batches_of
@@ -153,19 +155,31 @@ def _with_deals(job: RunJob, step: int, earlier: Mapping[str, Any], say: Say) ->
     """A job that goes on after `step` steps, with the shares of its first one and what it deals later."""
     run = job.run
     given = run.plan.shares
+    if formats := boundary_formats(run.cluster, run.plan):
+        table = earlier.get("plan", {})
+        before = written_formats(table.get("wire", {}), table.get("compute", run.plan.compute), run.cluster)
+        chosen = formats_to_resume(job.folder, step, before, formats)
+        for each in (dealt.formats for dealt in chosen if dealt.formats != formats):
+            _try_dealt(job, with_formats(run.plan, run.cluster, each), "formats", "plan.wire")
+        return replace(job, deals=chosen)
     deals = deals_to_resume(job.folder, step, earlier, given)
     plan = replace(run.plan, shares=Deals(given, deals).at(step))
     for shares in (plan.shares, *(each.shares for each in deals if each.step > step)):
-        try:
-            check_shares(run.cluster, replace(plan, shares=shares), run.layout)
-        except PlanError as error:
-            raise PlanError(
-                f"{error}; the run has dealt these shares itself, in {job.folder / DEALS}: restore the plan, or give "
-                "other --plan.shares"
-            ) from error
+        _try_dealt(job, replace(plan, shares=shares), "shares", "plan.shares")
     if plan.shares != given:
         say(f"shares = {list(plan.shares)}, as the run has dealt them in {DEALS}, and not plan.shares = {list(given)}")
     return replace(job, run=replace(run, plan=plan), deals=deals)
+
+
+def _try_dealt(job: RunJob, plan: Plan, what: str, key: str) -> None:
+    try:
+        check_shares(job.run.cluster, plan, job.run.layout)
+        check_wire(plan, job.run.layout)
+    except PlanError as error:
+        raise PlanError(
+            f"{error}; the run has dealt these {what} itself, in {job.folder / DEALS}: restore the plan, or give "
+            f"other --{key}"
+        ) from error
 
 
 def compiles(config: RunConfig, say: Say = _print) -> bool:

@@ -26,6 +26,7 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import is_adapter
 from terrace.plan.context import is_context_parallel
+from terrace.plan.members import boundary_formats
 from terrace.runtime.engine import Engine
 from terrace.runtime.messages import Progress
 from terrace.runtime.objective import Objective
@@ -68,7 +69,7 @@ class RankOfRun:
         self.batches = Batches(
             job.sources, run.train.sequence, run.rows, run.train.seed, run.data.holdout, vocabulary_size(run.model)
         )
-        self.deals = Deals(run.plan.shares, job.deals)
+        self.deals = Deals(run.plan.shares, job.deals, boundary_formats(run.cluster, run.plan))
         self.learning = learning_of(run, self.batches)
         self.reporter = Reporter(dog, faults_of(world), compiles=bool(run.train.compile))
         self.engine = _engine(job, world.rank, self.learning.objective, self.reporter.at)
@@ -100,11 +101,11 @@ class RankOfRun:
         return checkpoint.step
 
     def deal(self, step: int) -> bool:
-        """Give the engine the shares of step `step`, counted from 0. Returns whether it had others."""
-        shares = self.deals.at(step)
-        if shares == self.engine.program.plan.shares:
+        """Give the engine the shares or formats of step `step`, counted from 0. Returns whether it had others."""
+        shares, formats, plan = self.deals.at(step), self.deals.formats_at(step), self.engine.program.plan
+        if shares == plan.shares and formats == boundary_formats(self.run.cluster, plan):
             return False
-        self.engine.deal(shares)
+        self.engine.deal(shares, formats)
         return True
 
     def close(self) -> None:

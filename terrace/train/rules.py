@@ -20,11 +20,19 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
 from terrace.plan.keep_rules import check_clip, kept_in
-from terrace.plan.members import check_new_shares, with_shared_size
+from terrace.plan.members import (
+    boundary_formats,
+    check_new_formats,
+    check_new_shares,
+    formats_to_follow,
+    with_formats,
+    with_shared_size,
+)
 from terrace.plan.pruning import NO_PRUNING, check_pruning, pruned_params
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
+from terrace.program.stages import make_stages
 from terrace.train.config import RunConfig, parse_sections
 from terrace.train.keys import AUTO, TrainConfig
 from terrace.train.planned import num_machines
@@ -143,20 +151,44 @@ def check_cadence(run: RunConfig) -> None:
 
 
 def check_following(run: RunConfig) -> None:
-    """Raises a `TerraceError` where `train.follow = true` cannot deal shares anew."""
-    key = "train.follow = true"
+    """Raises a `TerraceError` where `train.follow = true` cannot deal shares anew, nor choose formats of a pipeline."""
+    key, train = "train.follow = true", run.train
+    if boundary_formats(run.cluster, run.plan):
+        check_formats_follow(run, key)
+        if train.slow_steps >= train.steps:
+            raise ConfigError(
+                f"{key} has no effect in train.steps = {train.steps}: links are compared after train.slow_steps = "
+                f"{train.slow_steps} first; lower train.slow_steps, raise train.steps, or leave {key} out"
+            )
+        return
     check_new_shares(run.cluster, run.plan, run.layout, key)
     if is_context_parallel(run.mesh, run.plan):
         raise PlanError(f"{key} deals whole rows, and a context axis divides them: leave one of them out")
     if run.on_pairs:
         raise ConfigError(f'{key} is not implemented for train.objective = "{run.train.objective}": leave it out')
-    every, train = run.plan.outer.every, run.train
+    every = run.plan.outer.every
     first = -(-train.slow_steps // every) * every + MADE_AHEAD  # islands compare where all of them exchange
     if first >= train.steps:
         raise ConfigError(
             f"{key} has no effect in train.steps = {train.steps}: after train.slow_steps = {train.slow_steps}, shares "
             f"could change in step {first + 1} first; lower train.slow_steps, raise train.steps, or leave {key} out"
         )
+
+
+def check_formats_follow(run: RunConfig, key: str = "train.follow = true") -> None:
+    """Raises a `PlanError` for a pipeline of members whose boundaries cannot take other formats while it goes on."""
+    plan = run.plan
+    check_new_formats(run.cluster, plan, key)
+    formats = {
+        name: (each[0][-1], *(names[0] for names in each[1:]))
+        for name, each in formats_to_follow(run.cluster, plan).items()
+    }
+    try:
+        stages = run.mesh.total("pipeline")
+        plan = with_formats(plan, run.cluster, formats)
+        make_stages(plan, run.blocks(), stages, run.num_micros(), run.train.sequence)
+    except PlanError as error:
+        raise PlanError(f"{key}: {error}; or leave {key} out") from error
 
 
 def check_elastic(run: RunConfig) -> None:
