@@ -58,7 +58,9 @@ def measure_boundaries(engine: Engine) -> Links:
                 small_s, large_s = (_one_way_s(engine, between, pair, each) for each in sizes)
                 boundary = mesh.boundary(*pair)
                 assert boundary is not None, "pairs of one member are left out"
-                own[boundary] = latency_and_rate(sizes[0], small_s, large, large_s)
+                if stage == pair[0]:  # whose clock sees both ways
+                    latency_s, bandwidth = latency_and_rate(sizes[0], small_s, large, large_s)
+                    own[boundary] = bandwidth, latency_s
     between.close()
     told = engine.comm.exchange([[number, *link] for number, link in own.items()])
     every = [(int(number), bandwidth, latency_s) for each in told for number, bandwidth, latency_s in each]
