@@ -277,7 +277,8 @@ def _linked(program: Program, cluster: Cluster, links: Links) -> dict[int, Clust
     found, (*inner, tier) = {}, cluster.tiers
     for other in {other for pair in program.stage.pairs for other in pair} - {program.stage.index}:
         boundary = program.mesh.boundary(program.stage.index, other)
-        if boundary is not None:
+        # Of a tied block's first and last stage nothing may have been measured: the tier's own link.
+        if boundary is not None and boundary < len(links):
             bandwidth, latency_s = links[boundary]
             link = replace(tier, bandwidth_bytes_per_s=bandwidth, latency_s=latency_s)
             found[other] = replace(cluster, tiers=(*inner, link))

@@ -1,7 +1,7 @@
 """A run that follows the links between its members: other formats of a pipeline's boundaries where a link has changed.
 
-After `train.slow_steps` steps the two members of every boundary send each other a message of the size of an activation,
-one boundary of a member at a time. If one takes longer or less than expected by more than `BAND`, rank 0 chooses the
+After `train.slow_steps` steps the two members of every boundary send each other a quarter of an activation, one
+boundary of a member at a time. If one takes longer or less than expected by more than `BAND`, rank 0 chooses the
 formats of all boundaries by the rule of `terrace plan` (terrace.planner.member_stages): each is as wide as leaves the
 step practically as short, and no wider than in the plan. Under `train.follow` they hold from the next step on; else a
 line says how long a step would take with them. No state moves: each rank lowers and verifies the program of its stage.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from terrace.train.rank import RankOfRun
 
 BAND = 1.5  # ratio of seconds up to which two measurements of one link may differ: a guess
-_LEAST_BYTES, _SMALLER, _REPEATS = 16_384, 16, 3
+_LEAST_BYTES, _SHORTER, _SMALLER, _REPEATS = 16_384, 4, 16, 3  # of messages; a quarter of an activation is enough
 Links = list[tuple[float, float]]  # (bandwidth, latency) of each boundary
 
 
@@ -49,7 +49,7 @@ def measure_boundaries(engine: Engine) -> Links:
     mesh, stage = program.mesh, program.stage.index
     pairs = [pair for pair in program.stage.pairs if pair[1] == pair[0] + 1 and mesh.boundary(*pair) is not None]
     between = engine.comm.stage_p2p(Ledger(), engine.comm.pacer)
-    large = max(_LEAST_BYTES, program.model.edge.numel * FORMATS[program.plan.compute].element_bytes)
+    large = max(_LEAST_BYTES, _edge_bytes(engine) // _SHORTER)
     for together in rounds_of(pairs):
         engine.comm.exchange(None)  # no rank is late for its partner
         for pair in together:
@@ -134,7 +134,7 @@ class FollowingLinks(Following):
         from terrace.planner.member_stages import formats_anew
 
         run, plan = self._rank.run, self._rank.engine.program.plan
-        most = self._rank.engine.program.model.edge.numel * FORMATS[plan.compute].element_bytes
+        most = _edge_bytes(self._rank.engine)
         ratios = [
             _seconds(most, now) / _seconds(most, before) for now, before in zip(links, self._expected, strict=True)
         ]
@@ -162,6 +162,11 @@ class FollowingLinks(Following):
             f"{in_seconds(dealt_s)}, and {in_seconds(now_s)} with the formats that it has (predicted)"
         )
         return {"formats": formats, "dealt_s": dealt_s, "words": words}
+
+
+def _edge_bytes(engine: Engine) -> int:
+    program = engine.program
+    return program.model.edge.numel * FORMATS[program.plan.compute].element_bytes
 
 
 def _seconds(num_bytes: int, link: tuple[float, float]) -> float:
