@@ -20,7 +20,6 @@ from pathlib import Path
 from bench.boundaries import SIZE, run_of
 from bench.claims import judge, measured, options_for_claims
 from terrace.cluster.cluster import Cluster
-from terrace.comm.pace import Pace
 from terrace.lab.pace import Pacer
 from terrace.launch.start import World, launch_local
 from terrace.train import loop, rank
@@ -40,7 +39,7 @@ class Slowed(Pacer):
         super().__init__(cluster, 1.0)
         self.metrics, self.times = metrics, times
 
-    def between(self, rank: int, other: int) -> Pace:
+    def between(self, rank: int, other: int) -> Pacer:
         if {rank, other} != {SIZE - 2, SIZE - 1}:
             return super().between(rank, other)
         return SlowedLink(self._cluster, self.metrics, self.times)
