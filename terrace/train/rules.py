@@ -186,6 +186,7 @@ def check_formats_follow(run: RunConfig, key: str = "train.follow = true") -> No
     try:
         stages = run.mesh.total("pipeline")
         plan = with_formats(plan, run.cluster, formats)
+        validate(run.cluster, plan, run.blocks())
         make_stages(plan, run.blocks(), stages, run.num_micros(), run.train.sequence)
     except PlanError as error:
         raise PlanError(f"{key}: {error}; or leave {key} out") from error
