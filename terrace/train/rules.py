@@ -32,7 +32,6 @@ from terrace.plan.pruning import NO_PRUNING, check_pruning, pruned_params
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
-from terrace.program.stages import make_stages
 from terrace.train.config import RunConfig, parse_sections
 from terrace.train.keys import AUTO, TrainConfig
 from terrace.train.planned import num_machines
@@ -177,6 +176,8 @@ def check_following(run: RunConfig) -> None:
 
 def check_formats_follow(run: RunConfig, key: str = "train.follow = true") -> None:
     """Raises a `PlanError` for a pipeline of members whose boundaries cannot take other formats while it goes on."""
+    from terrace.program.stages import make_stages  # only runs with a pipeline of members need schedules
+
     plan = run.plan
     check_new_formats(run.cluster, plan, key)
     formats = {
