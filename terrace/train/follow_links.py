@@ -22,15 +22,17 @@ from terrace.base.words import seconds as in_seconds
 from terrace.cluster.cluster import Cluster
 from terrace.comm.ledger import Ledger
 from terrace.plan.edges import rounds_of
-from terrace.plan.members import boundary_formats, boundary_links, formats_to_follow
+from terrace.plan.members import boundary_formats, boundary_links, check_new_formats, formats_to_follow, with_formats
+from terrace.plan.validate import validate
 from terrace.plan.wire import BETWEEN, FORMATS, MessageClass, parse_format
+from terrace.program.stages import make_stages
 from terrace.runtime.clock import wait_for
 from terrace.runtime.engine import Engine
 from terrace.simulate.links import latency_and_rate
+from terrace.train.config import RunConfig
 from terrace.train.deals import Dealt
 from terrace.train.follow import WORTH_IT, Following, steps_apart
 from terrace.train.prediction import step_of
-from terrace.train.rules import check_formats_follow
 
 if TYPE_CHECKING:
     from terrace.train.rank import RankOfRun
@@ -38,6 +40,21 @@ if TYPE_CHECKING:
 BAND = 1.5  # ratio of seconds up to which two measurements of one link may differ: a guess
 _LEAST_BYTES, _SHORTER, _SMALLER, _REPEATS = 16_384, 4, 16, 3  # of messages; a quarter of an activation is enough
 Links = list[tuple[float, float]]  # (bandwidth, latency) of each boundary
+
+
+def check_formats_follow(run: RunConfig) -> None:
+    """Raises a `PlanError` for a pipeline of members whose boundaries cannot take other formats while it goes on."""
+    key, plan = "train.follow = true", run.plan
+    check_new_formats(run.cluster, plan, key)
+    allowed = formats_to_follow(run.cluster, plan)
+    plan = with_formats(
+        plan, run.cluster, {name: (of[0][-1], *(each[0] for each in of[1:])) for name, of in allowed.items()}
+    )
+    try:
+        validate(run.cluster, plan, run.blocks())
+        make_stages(plan, run.blocks(), run.mesh.total("pipeline"), run.num_micros(), run.train.sequence)
+    except PlanError as error:
+        raise PlanError(f"{key}: {error}; or leave {key} out") from error
 
 
 def measure_boundaries(engine: Engine) -> Links:

@@ -38,6 +38,7 @@ from terrace.train.epochs import with_steps
 from terrace.train.evaluated import eval_batches_of
 from terrace.train.facts import OBJECTIVE, check_facts, model_facts
 from terrace.train.folder import SOURCE, check_tokenizer, check_weights, source_files
+from terrace.train.follow_links import check_formats_follow
 from terrace.train.from_memory import check_partners, check_when_asked, checks_end, chosen, offer, placed
 from terrace.train.job import RunJob, job_text, read_job, read_sources, sources_text
 from terrace.train.joined import check_world, one_makes
@@ -94,7 +95,7 @@ def prepare(
     # Cheap checks first: a missing package must not wait for the tokeniser.
     check_installed(config.train.metrics)
     check_passes(config, "trained")
-    checked_programs(config)
+    _check_programs(config)
     plan = resolved_run(config).plan
     if said := gaps_words(config.plan, plan):
         say(said)
@@ -149,6 +150,12 @@ def prepare(
         command=called(),
     )
     return job if checkpoint is None else _with_deals(job, checkpoint.step, earlier or {}, say)
+
+
+def _check_programs(config: RunConfig) -> None:
+    checked_programs(config)
+    if config.train.follow and boundary_formats(config.cluster, config.plan):
+        check_formats_follow(config)
 
 
 def _with_deals(job: RunJob, step: int, earlier: Mapping[str, Any], say: Say) -> RunJob:

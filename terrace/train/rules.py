@@ -24,8 +24,6 @@ from terrace.plan.members import (
     boundary_formats,
     check_new_formats,
     check_new_shares,
-    formats_to_follow,
-    with_formats,
     with_shared_size,
 )
 from terrace.plan.pruning import NO_PRUNING, check_pruning, pruned_params
@@ -153,7 +151,7 @@ def check_following(run: RunConfig) -> None:
     """Raises a `TerraceError` where `train.follow = true` cannot deal shares anew, nor choose formats of a pipeline."""
     key, train = "train.follow = true", run.train
     if boundary_formats(run.cluster, run.plan):
-        check_formats_follow(run, key)
+        check_new_formats(run.cluster, run.plan, key)
         if train.slow_steps >= train.steps:
             raise ConfigError(
                 f"{key} has no effect in train.steps = {train.steps}: links are compared after train.slow_steps = "
@@ -172,25 +170,6 @@ def check_following(run: RunConfig) -> None:
             f"{key} has no effect in train.steps = {train.steps}: after train.slow_steps = {train.slow_steps}, shares "
             f"could change in step {first + 1} first; lower train.slow_steps, raise train.steps, or leave {key} out"
         )
-
-
-def check_formats_follow(run: RunConfig, key: str = "train.follow = true") -> None:
-    """Raises a `PlanError` for a pipeline of members whose boundaries cannot take other formats while it goes on."""
-    from terrace.program.stages import make_stages  # only runs with a pipeline of members need schedules
-
-    plan = run.plan
-    check_new_formats(run.cluster, plan, key)
-    formats = {
-        name: (each[0][-1], *(names[0] for names in each[1:]))
-        for name, each in formats_to_follow(run.cluster, plan).items()
-    }
-    try:
-        stages = run.mesh.total("pipeline")
-        plan = with_formats(plan, run.cluster, formats)
-        validate(run.cluster, plan, run.blocks())
-        make_stages(plan, run.blocks(), stages, run.num_micros(), run.train.sequence)
-    except PlanError as error:
-        raise PlanError(f"{key}: {error}; or leave {key} out") from error
 
 
 def check_elastic(run: RunConfig) -> None:

@@ -16,6 +16,7 @@ from terrace.planner.member_stages import formats_anew
 from terrace.planner.task import Task
 from terrace.simulate.step import Step, predict_step
 from terrace.train.deals import Deals, Dealt, formats_to_resume, read_deals
+from terrace.train.follow_links import check_formats_follow
 from terrace.train.resolve import resolve
 from tests.support.planner_cases import gpt
 from tests.support.tiny_runs import write_run
@@ -81,7 +82,6 @@ REFUSED: tuple[tuple[type[TerraceError], tuple[str, ...], str], ...] = (
     (ConfigError, PIPELINE, r"no effect in train.steps = 6: links are compared after train.slow_steps = 20 first"),
     (PlanError, (*PIPELINE, *CODED, "int4+feedback"), r"'int4\+feedback' keeps residuals of its own: leave one"),
     (PlanError, (*PIPELINE, *CODED, "int8"), r"has no effect: every boundary has a format that no other"),
-    (PlanError, (*THREE, "--plan.schedule", "interleaved:2"), r"also sends from the last member to the first"),
 )
 
 
@@ -93,6 +93,14 @@ def test_a_pipeline_that_cannot_follow_is_refused_in_a_line(
     with pytest.raises(kind, match=why) as refused:
         resolve(str(file), {}, parse_overrides(("--train.follow", "true", "--train.batch", "12", *words)))
     assert "\n" not in str(refused.value)
+
+
+def test_a_schedule_that_closes_the_ring_is_refused(tmp_path: Path) -> None:
+    file = write_run(tmp_path, 1, 2, plan="ddp", batch=12)
+    words = (*THREE, "--train.follow", "true", "--train.slow_steps", "4", "--plan.schedule")
+    with pytest.raises(PlanError, match=r"train.follow = true: .* also sends from the last member to the first"):
+        check_formats_follow(resolve(str(file), {}, parse_overrides((*words, "interleaved:2"))))
+    check_formats_follow(resolve(str(file), {}, parse_overrides((*words, "1f1b"))))
 
 
 def test_a_resume_repeats_formats_unless_the_user_gives_others(tmp_path: Path) -> None:
