@@ -43,7 +43,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not (math.isfinite(options.seconds) and 0 < options.seconds <= _MOST_S):
         raise ConfigError(f"--seconds {options.seconds:g} must be above 0 and at most {_MOST_S:g}")
     machine = look(Path())
-    found = [*findings(machine), *_attention(machine), *_products(machine), *_disk()]
+    found = [*findings(machine), *_attention(machine), *_products(machine), *_disk(machine)]
     # Under a launcher all ranks measure, one prints.
     is_first = rank_of(machine.variables) == "0"
     asked = [getattr(options, name) for name in ("config", "model", "cluster", "plan", "data", "ranks")]
@@ -102,7 +102,9 @@ def _products(machine: Machine) -> Iterator[Finding]:
     yield Finding(level="fine", about="products", words=words)
 
 
-def _disk() -> Iterator[Finding]:
+def _disk(machine: Machine) -> Iterator[Finding]:
+    if not _has_torch(machine):
+        return
     from terrace.runtime.kept.file import KeptFile
 
     try:
