@@ -10,7 +10,7 @@ from terrace.base.errors import ConfigError
 
 _OF_RUNS = ("train", "simulate", "doctor", "data prepare")  # commands with the sections of terrace train
 # Commands with keys that refuse those of others by words of their own.
-_OWN_WORDS = ("plan", "data lengths", "rehearse run")
+_OWN_WORDS = ("plan", "probe", "data lengths", "rehearse run")
 _ELSEWHERE = ("train", "rl", "generate")  # commands that are suggested for an option that a command has not
 _OFF = ("false", "no", "off")  # values of a switch; 0 is a stage of ZeRO
 

@@ -33,6 +33,7 @@ from terrace.runtime.elementwise import Elementwise
 from terrace.runtime.flat_gradient import FlatGradient
 from terrace.runtime.flat_param import FlatParam, Initial
 from terrace.runtime.kept.host_update import Scale
+from terrace.runtime.kept.offloaded import Resident
 from terrace.runtime.kept.rows import KeptRows, RowState, RowStorage
 from terrace.runtime.kept.states import RESIDENT, Passages
 from terrace.runtime.kept.whole import Whole
@@ -192,6 +193,13 @@ class TableParam(FlatParam):
             self._make_optimizer(values.expand(self.padded), config, noise, below)
         else:
             self.optimizer = NoOptimizer(RowState(rows, 0, self.full.device))
+
+    @property
+    def working(self) -> Resident:
+        """This rank's rows as look-ups return them; of rows below, a copy of all."""
+        if not self._below:
+            return super().working
+        return Resident(self.optimizer.states[0].tensor.to(self.full.dtype))
 
     def windows(self) -> Iterator[AbstractContextManager[None]]:
         if not self._below:

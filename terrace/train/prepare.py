@@ -3,7 +3,8 @@
 import shutil
 import socket
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from terrace.model.liger import why_missing
 from terrace.plan.gaps import gaps_words
 from terrace.plan.layout import Layout
 from terrace.plan.members import boundary_formats, check_shares, with_formats, written_formats
-from terrace.plan.plan import Plan
 from terrace.plan.wire_rules import check_wire
 from terrace.runtime.compiled import check_compiler
 from terrace.runtime.kept.file import check_folder
@@ -167,21 +167,24 @@ def _with_deals(job: RunJob, step: int, earlier: Mapping[str, Any], say: Say) ->
         before = written_formats(table.get("wire", {}), table.get("compute", run.plan.compute), run.cluster)
         chosen = formats_to_resume(job.folder, step, before, formats)
         for each in (dealt.formats for dealt in chosen if dealt.formats != formats):
-            _try_dealt(job, with_formats(run.plan, run.cluster, each), "formats", "plan.wire")
+            with _dealt(job, "formats", "plan.wire"):
+                check_wire(with_formats(run.plan, run.cluster, each), run.layout)
         return replace(job, deals=chosen)
     deals = deals_to_resume(job.folder, step, earlier, given)
     plan = replace(run.plan, shares=Deals(given, deals).at(step))
     for shares in (plan.shares, *(each.shares for each in deals if each.step > step)):
-        _try_dealt(job, replace(plan, shares=shares), "shares", "plan.shares")
+        with _dealt(job, "shares", "plan.shares"):
+            check_shares(run.cluster, replace(plan, shares=shares), run.layout)
     if plan.shares != given:
         say(f"shares = {list(plan.shares)}, as the run has dealt them in {DEALS}, and not plan.shares = {list(given)}")
     return replace(job, run=replace(run, plan=plan), deals=deals)
 
 
-def _try_dealt(job: RunJob, plan: Plan, what: str, key: str) -> None:
+@contextmanager
+def _dealt(job: RunJob, what: str, key: str) -> Iterator[None]:
+    """A check of what the run has dealt itself, whose error says so."""
     try:
-        check_shares(job.run.cluster, plan, job.run.layout)
-        check_wire(plan, job.run.layout)
+        yield
     except PlanError as error:
         raise PlanError(
             f"{error}; the run has dealt these {what} itself, in {job.folder / DEALS}: restore the plan, or give "

@@ -97,7 +97,7 @@ def test_a_plan_with_rows_and_columns_is_written_and_read_by_simulate_and_scale(
         (["--axes", "tensors"], "did you mean 'tensor'"),
         (["--nodes", "0"], "at least 1 member"),
         (["--best", "0"], "--best 0"),
-        (["--train.steps", "3"], "terrace train has it: terrace train --train.steps 3"),
+        (["--train.steps", "3"], "--train: only figures of the cluster and keys of a plan can be set"),
         (["--train.beta", "3"], "figures of the cluster"),
         (["--cluster.tiers.system.sise", "3"], "sise"),
         (

@@ -109,7 +109,8 @@ class ScaledStack(nn.Module):
         super().__init__()
         self.weight, self.scaled, self.parts = stack.weight, scaled, parts
 
-    def forward(self, x: Tensor, order: Order) -> Tensor:
+    def forward(self, x: Tensor, order: Order, weights: Tensor | None = None) -> Tensor:
+        """As `Stack.forward`, without biases."""
         experts = zip(torch.split(x, list(order.counts)), self.weight.unbind(), strict=True)
         return torch.cat([self._product(rows, matrix) for rows, matrix in experts if len(rows)])
 
