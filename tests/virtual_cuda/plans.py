@@ -120,7 +120,8 @@ def kept_inputs() -> Iterator[Planned]:
     """Inputs of blocks that leave after their forward, in several pieces, with and without a graph that has them."""
     host = Keep(activations="host", piece=64)
     yield planned(ONE_TIER, "zero3", DEEP, steps=2, recompute=("block.*",), keep=host)
-    yield planned(ONE_TIER, "ddp", "deep gpt2", steps=2, unit=2, keep=replace(host, activations="disk"))
+    # An input that comes back lies elsewhere in memory, which on some processors is another order of a sum.
+    yield planned(ONE_TIER, "ddp", "deep gpt2", steps=2, unit=2, within=ORDER, keep=replace(host, activations="disk"))
     mapping = {"package": {"pipeline": 2}}
     keep = replace(host, optimizer="host", params="host", piece=128, ring=3)
     yield planned(ONE_TIER, "ddp", DEEP, micros=4, mapping=mapping, schedule="1f1b", recompute=("*",), keep=keep)
