@@ -14,8 +14,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from bench.claims import judge, measured, options_for_claims
 from bench.members import groups
@@ -104,36 +105,56 @@ def main(words: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     options_for_claims(parser)
     options = parser.parse_args(words)
+
+    def trained_run(follows: bool) -> Path:
+        with groups(len(options.quotas)) as whole:
+            return trained(options, follows, whole)
+
+    return compare(
+        options, trained_run, Followed("shares", "shares follow a slowed member", "shares", CHANGED, SETTLING)
+    )
+
+
+class Followed(NamedTuple):
+    """What a run chooses anew. `event` is a word of the events that say so."""
+
+    name: str  # of the field of a deal
+    words: str  # of the claim
+    event: str
+    changed: int  # steps before the change
+    settling: int  # steps after a choice that are not compared
+
+
+def compare(options: argparse.Namespace, trained_run: Callable[[bool], Path], of: Followed) -> int:
+    """Runs that follow a change beside runs that do not, a run each a round: `trained_run` gives the folder of one."""
     gains, errors = list[float](), list[float]()
     for number in range(options.rounds):
         seconds: dict[bool, list[float]] = {}
-        with groups(len(options.quotas)) as whole:
-            for follows in sorted((False, True), reverse=bool(number % 2)):
-                folder = trained(options, follows, whole)
-                seconds[follows] = [each.step_s for each in read_metrics(folder / "metrics.jsonl")]
-                if follows:
-                    deals = read_deals(folder)
-                for event in read_events(folder)[0]:
-                    if "shares" in (event.text or ""):
-                        print(f"round {number}, step {event.step}: {event.text}", flush=True)
-        # The looks after the first deal may deal a micro-batch more or less: the last one holds to the end.
-        first = deals[-1].step + SETTLING
+        for follows in sorted((False, True), reverse=bool(number % 2)):
+            folder = trained_run(follows)
+            seconds[follows] = [each.step_s for each in read_metrics(folder / "metrics.jsonl")]
+            if follows:
+                deals = read_deals(folder)
+            for event in read_events(folder)[0]:
+                if of.event in (event.text or ""):
+                    print(f"round {number}, step {event.step}: {event.text}", flush=True)
+        # Later looks may choose again: what the last one chose holds to the end.
+        first = deals[-1].step + of.settling
         moved, unmoved = (statistics.median(seconds[follows][first:]) for follows in (True, False))
         gains.append(unmoved / moved)
         errors.append(deals[-1].predicted_s / moved - 1)
         print(
-            f"round {number}: unmoved {unmoved:.3f} s, followed {moved:.3f} s, "
-            f"predicted {deals[-1].predicted_s:.3f} s, shares {[each.shares for each in deals]}",
+            f"round {number}: unmoved {unmoved:.3f} s, followed {moved:.3f} s, before the change "
+            f"{statistics.median(seconds[True][2 : of.changed]):.3f} s, predicted {deals[-1].predicted_s:.3f} s, "
+            f"{of.name} {[getattr(each, of.name) for each in deals]}",
             flush=True,
         )
     gain = statistics.median(gains)
     print(f"tokens of a second, over the unmoved run: {gain:.2f} ({min(gains):.2f} - {max(gains):.2f})")
     print(f"predicted: {statistics.median(errors):+.1%}")
     claims = [
-        measured(
-            "tokens of a second once shares follow a slowed member, over an unmoved run", gains, 1.2, at_least=True
-        ),
-        measured("predicted step with shares dealt anew, off by", [abs(each) for each in errors], 0.15),
+        measured(f"tokens of a second once {of.words}, over an unmoved run", gains, 1.2, at_least=True),
+        measured(f"predicted step with {of.name} chosen anew, off by", [abs(each) for each in errors], 0.15),
     ]
     return judge(claims, options)
 

@@ -10,7 +10,6 @@ formats, recorded before these steps.
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -18,16 +17,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from bench.boundaries import SIZE, run_of
-from bench.claims import judge, measured, options_for_claims
+from bench.claims import options_for_claims
+from bench.following import Followed, compare
 from terrace.cluster.cluster import Cluster
 from terrace.lab.pace import Pacer
 from terrace.launch.start import World, launch_local
 from terrace.train import loop, rank
-from terrace.train.deals import read_deals
 from terrace.train.job import RunJob
-from terrace.train.metrics import Silent, read_metrics
+from terrace.train.metrics import Silent
 from terrace.train.prepare import prepare
-from terrace.train.recorder import read_events
 
 WINDOW, CHANGED, SETTLING = 5, 8, 1  # steps of a look; before the change; after it, that are not compared
 
@@ -71,40 +69,17 @@ def main(words: Sequence[str]) -> int:
     options = parser.parse_args(words)
     options.times = 1.0  # of the cluster's file: all links are alike
     run = run_of(options)
-    gains, errors = list[float](), list[float]()
-    for number in range(options.rounds):
-        seconds: dict[bool, list[float]] = {}
-        for follows in sorted((False, True), reverse=bool(number % 2)):
-            folder = Path(tempfile.mkdtemp()) / "run"
-            train = replace(run.train, slow_steps=WINDOW, follow=follows)
-            job = prepare(replace(run, train=train), folder, None, say=lambda text: None)
-            launch_local(SIZE, on_rank, (job, options.slowed), say=lambda text: None)
-            seconds[follows] = [each.step_s for each in read_metrics(folder / "metrics.jsonl")]
-            if follows:
-                deals = read_deals(folder)
-            for event in read_events(folder)[0]:
-                if "boundary" in (event.text or ""):
-                    print(f"round {number}, step {event.step}: {event.text}", flush=True)
-        first = deals[-1].step + SETTLING
-        moved, unmoved = (statistics.median(seconds[follows][first:]) for follows in (True, False))
-        gains.append(unmoved / moved)
-        errors.append(deals[-1].predicted_s / moved - 1)
-        print(
-            f"round {number}: unmoved {unmoved:.3f} s, followed {moved:.3f} s, before the change "
-            f"{statistics.median(seconds[True][2:CHANGED]):.3f} s, predicted {deals[-1].predicted_s:.3f} s, formats "
-            f"{[(each.step, dict(each.formats)) for each in deals]}",
-            flush=True,
-        )
-    gain = statistics.median(gains)
-    print(f"tokens of a second, over the unmoved run: {gain:.2f} ({min(gains):.2f} - {max(gains):.2f})")
-    print(f"predicted: {statistics.median(errors):+.1%}")
-    claims = [
-        measured(
-            "tokens of a second once formats follow a slowed link, over an unmoved run", gains, 1.2, at_least=True
-        ),
-        measured("predicted step with formats chosen anew, off by", [abs(each) for each in errors], 0.15),
-    ]
-    return judge(claims, options)
+
+    def trained_run(follows: bool) -> Path:
+        folder = Path(tempfile.mkdtemp()) / "run"
+        train = replace(run.train, slow_steps=WINDOW, follow=follows)
+        job = prepare(replace(run, train=train), folder, None, say=lambda text: None)
+        launch_local(SIZE, on_rank, (job, options.slowed), say=lambda text: None)
+        return folder
+
+    return compare(
+        options, trained_run, Followed("formats", "formats follow a slowed link", "boundary", CHANGED, SETTLING)
+    )
 
 
 if __name__ == "__main__":
