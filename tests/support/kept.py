@@ -55,9 +55,19 @@ def traced_steps(world: World, keep: Keep) -> tuple[Program, list[tuple[str, str
     return engine.program, spans
 
 
-def resumed(world: World, folder: Path, stored: dict[str, Any], optimizer: OptimizerConfig) -> tuple[Any, ...]:
-    """Losses of steps 3 and 4 without a stop, and after a resume without and with states on a disk."""
-    engine = make(world, (2,), "zero1", "fp32", model="llama tied", optimizer=optimizer, stored=stored)
+def resumed(
+    world: World,
+    folder: Path,
+    stored: dict[str, Any],
+    optimizer: OptimizerConfig,
+    compute: str = "fp32",
+    model: str = "llama tied",
+) -> tuple[list[list[float]], list[list[str]]]:
+    """Losses of steps 3 and 4 without a stop, and after a resume with and without states below the device.
+
+    Beside them the tensors of each resume's first checkpoint that differ.
+    """
+    engine = make(world, (2,), "zero1", compute, model=model, optimizer=optimizer, stored=stored)
     train(engine, 0, 2)
     engine.drain()
     save(engine, folder, 2, {}, 2)
@@ -65,9 +75,7 @@ def resumed(world: World, folder: Path, stored: dict[str, Any], optimizer: Optim
     engine.close()
     (checkpoint,) = (folder / "checkpoints").glob("step-*")
     for changes in ({}, {"keep": Keep()}):
-        again = make(
-            world, (2,), "zero1", "fp32", model="llama tied", optimizer=optimizer, stored=stored | changes, scale=9
-        )
+        again = make(world, (2,), "zero1", compute, model=model, optimizer=optimizer, stored=stored | changes, scale=9)
         resume(again, Checkpoint(checkpoint))
         again.drain()
         copy = folder / f"again{len(names)}"

@@ -1,7 +1,6 @@
 """Shares dealt anew in mid-run: the steps of one process, resumed to the bit, replayed to the same figures."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +20,12 @@ from terrace.train.metrics import Silent
 from terrace.train.prepare import prepare
 from terrace.train.recorder import read_events
 from terrace.train.resolve import resolve
-from tests.support.checkpoints import contents, differing
+from tests.support.dealt_runs import check_resumed_and_repeated
 from tests.support.member_cases import FOUR, INSIDE, PAIRS, SGD, alone, case_of, rows_of
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, TOLERANCE, Case, Outcome, engine_of, gathered, run
 from tests.support.shares import own_rows
-from tests.support.tiny_runs import losses, terrace, write_run
+from tests.support.tiny_runs import terrace, write_run
 from tests.support.toys import MODELS
 
 
@@ -100,21 +99,7 @@ def test_a_run_that_dealt_anew_is_resumed_to_the_bit_and_replayed(tmp_path: Path
         "member 1 computes at 0.30 times the speed that shares were dealt for, member 0 at 1.00 times; with shares = "
         "[6, 2], from step 8 on, a step takes 1.50 s, and 2.00 s with [4, 4] (predicted)"
     ]
-    begun = tmp_path / "begun"
-    shutil.copytree(whole, begun)
-    for step in range(killed + 2, 13, 2):
-        shutil.rmtree(begun / "checkpoints" / f"step-{step:08d}")
-    done = terrace("train", "--resume", begun, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    kept, again = (contents(each / "checkpoints" / "step-00000012") for each in (whole, begun))
-    assert differing(kept, again) == []
-    assert losses(begun) == losses(whole)
-    assert read_deals(begun) == read_deals(whole)
-    done = terrace("replay", whole, "--step", "11", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    figures = next(line for line in done.stdout.splitlines() if line.startswith("step 11: "))
-    here, there = figures.removeprefix("step 11: ").split("; in the run ")
-    assert here == there
+    check_resumed_and_repeated(whole, killed)
     # The whole run in one process, in fp32: a loss and a norm of each step, and checkpoints after every second.
     done = terrace("replay", whole, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,8 +18,8 @@ from terrace.train.metrics import Silent
 from terrace.train.prepare import prepare
 from terrace.train.recorder import read_events
 from terrace.train.resolve import resolve
-from tests.support.checkpoints import contents, differing
-from tests.support.tiny_runs import losses, terrace, write_run
+from tests.support.dealt_runs import check_resumed_and_repeated
+from tests.support.tiny_runs import terrace, write_run
 
 FAST, SLOW = (1e9, 1e-5), (1e5, 1e-5)
 PIPELINE = ("--plan.mapping.node.pipeline", "2", "--plan.schedule", "1f1b")
@@ -62,21 +62,7 @@ def test_formats_chosen_in_mid_run_are_resumed_to_the_bit_and_repeated(tmp_path:
     assert str(note).endswith("from step 9 on")
     records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
     assert [bool(each["quantisation_error"]) for each in records] == [False] * 8 + [True] * 4
-    begun = tmp_path / "begun"
-    shutil.copytree(whole, begun)
-    for step in range(8, 13, 2):
-        shutil.rmtree(begun / "checkpoints" / f"step-{step:08d}")
-    done = terrace("train", "--resume", begun, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    kept, again = (contents(each / "checkpoints" / "step-00000012") for each in (whole, begun))
-    assert differing(kept, again) == []
-    assert losses(begun) == losses(whole)
-    assert read_deals(begun) == read_deals(whole)
-    done = terrace("replay", whole, "--step", "11", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    figures = next(line for line in done.stdout.splitlines() if line.startswith("step 11: "))
-    here, there = figures.removeprefix("step 11: ").split("; in the run ")
-    assert here == there
+    check_resumed_and_repeated(whole, 6)
     done = terrace("replay", whole, cwd=tmp_path)
     assert done.returncode != 0
     assert "has formats of messages between members, and one process sends none" in done.stderr

@@ -18,8 +18,8 @@ from terrace.plan.wire import MessageClass
 from terrace.runtime.finite import NonFiniteError
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.tracing import Tracer
-from tests.support.checkpoints import contents, differing, make, train
-from tests.support.kept import OPTIMIZERS
+from tests.support.checkpoints import contents, differing, make
+from tests.support.kept import OPTIMIZERS, resumed
 from tests.support.nightly import nightly
 from tests.support.parity import Case, engine_of, exact
 from tests.support.table_cases import DrawnRows, spread_over
@@ -159,30 +159,9 @@ def test_a_traced_step_has_the_lane_of_the_rows(pool: LocalPool) -> None:
     assert ("compute", "wait row_read") in spans
 
 
-def went_on(world: World, folder: Path) -> tuple[list[list[float]], list[list[str]]]:
-    """Losses of steps 3 and 4 without a stop, and after resumes with rows on the device and on a disk."""
-    stored = {"vocabulary": {"package": 2}, "keep": ON_DISK}
-    engine = make(world, (2,), "zero1", "bf16", model=MODEL, stored=stored)
-    train(engine, 0, 2)
-    engine.drain()
-    save(engine, folder, 2, {}, 2)
-    losses, names = [train(engine, 2, 4)], list[list[str]]()
-    engine.close()
-    (checkpoint,) = (folder / "checkpoints").glob("step-*")
-    for number, keep in enumerate((Keep(), ON_DISK)):
-        again = make(world, (2,), "zero1", "bf16", 9, MODEL, stored=stored | {"keep": keep})
-        resume(again, Checkpoint(checkpoint))
-        again.drain()
-        copy = folder / f"again {number}"
-        save(again, copy, 2, {}, 2)
-        names.append(differing(contents(checkpoint), contents(next((copy / "checkpoints").glob("step-*")))))
-        losses.append(train(again, 2, 4))
-        again.close()
-    return losses, names
-
-
 def test_a_run_goes_on_with_the_same_bits_with_and_without_rows_below(pool: LocalPool, tmp_path: Path) -> None:
-    for losses, names in pool.run(2, went_on, tmp_path, timeout_s=120.0):
+    stored = {"vocabulary": {"package": 2}, "keep": ON_DISK}
+    for losses, names in pool.run(2, resumed, tmp_path, stored, OPTIMIZERS["adamw"], "bf16", MODEL, timeout_s=120.0):
         assert names == [[], []]
         assert losses == [losses[0]] * 3
     assert pool.run(1, on_one_rank, tmp_path, timeout_s=60.0) == [[[], [], []]]
