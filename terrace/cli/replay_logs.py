@@ -25,6 +25,8 @@ def replay_log(folder: Path, log: Path | None) -> int:
 
     Raises `ConfigError` for a folder without a log or without a run, and for a log of another run.
     """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not there: give a run folder, or a folder with the run folders of islands")
     runs = runs_in(folder)
     islands = {path: config for path, config in runs.items() if config.elastic.meet}
     if islands:
@@ -37,8 +39,8 @@ def replay_log(folder: Path, log: Path | None) -> int:
     deals = [path for path in runs if (path / DEALS).is_file()]
     if log is not None or folder not in deals:
         raise ConfigError(
-            f"{folder} is no run folder of an island nor has it {DEALS} or run folders of islands: name a step of a "
-            f"run (--step N), or a folder with the {LOG} of terrace meet and the run folders of its islands"
+            f"{folder} holds neither {DEALS} nor run folders of islands: name a step of a run (--step N), or give a "
+            f"folder with the {LOG} of terrace meet and the run folders of its islands"
         )
     return _show(_of_deals(folder, runs[folder]), "Deals", "deal", "shares")
 

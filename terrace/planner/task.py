@@ -167,7 +167,7 @@ class Task:
             self.cluster.device,
             Work(layer=self.layer, sequence=self.sequence, flash=flash, compute=self.compute, products=self.products),
             [self.kinds.specs[self.kinds.order[index]] for index in self.inner],
-            # Another software recomputes whole layers unless it is told otherwise.
+            # Another software recomputes whole layers by default.
             operations=() if self.operations is None and not self.runs_all else self.operations,
             cuts=self.tensor_chunks != 1,
             # The first of individually named blocks cannot be given as a number.

@@ -203,11 +203,11 @@ class Following(Hook):
 
 def _check_alike(rank: "RankOfRun") -> None:
     """Raises `TrainingError` on every rank if their records of deals differ: their messages would not match."""
-    told = rank.engine.comm.exchange([[each.step, each.shares, dict(each.formats)] for each in rank.deals.dealt])
-    other = next((number for number, each in enumerate(told) if each != told[0]), None)
+    records = rank.engine.comm.exchange([[each.step, each.shares, dict(each.formats)] for each in rank.deals.dealt])
+    other = next((number for number, each in enumerate(records) if each != records[0]), None)
     if other is not None:
         raise TrainingError(
-            f"rank {other} resumes with other deals than rank 0: {told[other]} and {told[0]}, as [step, shares, "
+            f"rank {other} resumes with other deals than rank 0: {records[other]} and {records[0]}, as [step, shares, "
             f"formats]; copy {DEALS} of the run folder from rank 0's machine to all, and resume again"
         )
 

@@ -79,8 +79,8 @@ def measure_boundaries(engine: Engine) -> Links:
                     latency_s, bandwidth = latency_and_rate(sizes[0], small_s, large, large_s)
                     own[boundary] = bandwidth, latency_s
     between.close()
-    told = engine.comm.exchange([[number, *link] for number, link in own.items()])
-    every = [(int(number), bandwidth, latency_s) for each in told for number, bandwidth, latency_s in each]
+    measured = engine.comm.exchange([[number, *link] for number, link in own.items()])
+    every = [(int(number), bandwidth, latency_s) for each in measured for number, bandwidth, latency_s in each]
     return [
         (min(each[1] for each in every if each[0] == number), max(each[2] for each in every if each[0] == number))
         for number in range(program.cluster.tiers[-1].size - 1)

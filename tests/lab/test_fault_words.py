@@ -87,7 +87,7 @@ def test_a_wrong_fault_is_named_with_its_rule_and_the_nearest_right_form(text: s
         (["island 1 kill at step 2", "island 1 freeze at step 3"], 2, "island 1 is not there (islands: 0)"),
     ],
 )
-def test_a_fault_that_cannot_befall_this_run_is_refused(texts: list[str], num_islands: int, words: str) -> None:
+def test_a_fault_that_this_run_cannot_have_is_refused(texts: list[str], num_islands: int, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_faults([parse_fault(text) for text in texts], num_islands)
     assert words in str(caught.value)
@@ -147,12 +147,12 @@ def test_a_run_without_faults_keeps_its_own_callbacks() -> None:
 
 
 def test_orders_go_through_the_environment_and_events_through_a_file(tmp_path: Path) -> None:
-    orders = Orders(events=str(tmp_path / "e"), island=1, faults={"0": "island 1 kill at step 2"}, tells={}, joins=3)
+    orders = Orders(events=str(tmp_path / "e"), island=1, faults={"0": "island 1 kill at step 2"}, reported={}, joins=3)
     assert read_orders(orders.text) == orders
-    for wrong in ("kill everyone", '{"events": "e", "faults": {"first": "rank 0 kill at step 2"}, "tells": {}}'):
+    for wrong in ("kill everyone", '{"events": "e", "faults": {"first": "rank 0 kill at step 2"}, "reported": {}}'):
         with pytest.raises(ConfigError, match="TERRACE_FAULTS is set by terrace rehearse alone"):
             read_orders(wrong)
-    elsewhere = Orders(events=str(tmp_path / "gone" / "e"), faults={}, tells={})
+    elsewhere = Orders(events=str(tmp_path / "gone" / "e"), faults={}, reported={})
     with pytest.raises(ConfigError, match=r"cannot be opened \(No such file or directory\): unset it"):
         Injected(elsewhere.text, 0, 1)
     lines = Lines(tmp_path / "e")
@@ -166,7 +166,7 @@ def test_orders_go_through_the_environment_and_events_through_a_file(tmp_path: P
 
 def test_a_rank_carries_out_each_fault_once_at_its_place(tmp_path: Path) -> None:
     texts = {"0": "island 0 rank 1 slow x2 at instruction BACKWARD of step 2", "1": "island 0 rank 0 kill at step 1"}
-    orders = Orders(events=str(tmp_path / "events"), island=0, faults=texts, tells={})
+    orders = Orders(events=str(tmp_path / "events"), island=0, faults=texts, reported={})
     told, steps = list[object](), [0]
     injected = Injected(orders.text, 1, 2)
     progress = injected.watched(lambda counter, instruction, waiting_on: told.append(instruction), lambda: steps[-1])
@@ -192,7 +192,7 @@ def test_an_island_that_leaves_within_an_exchange_does_not_hold_up_the_others(
     monkeypatch.setattr("os.kill", lambda pid, number: sent.append(number))
     monkeypatch.setattr("time.sleep", slept.append)
     texts = {"0": "island 0 leave while healing", "1": "island 0 leave within exchange 2"}
-    injected = Injected(Orders(events=str(tmp_path / "e"), island=0, faults=texts, tells={}).text, 0, 1)
+    injected = Injected(Orders(events=str(tmp_path / "e"), island=0, faults=texts, reported={}).text, 0, 1)
     injected.reach(Where(kind="healing"))
     injected.reach(Where(kind="within", number=2))
     assert sent == 2 * [signal.SIGTERM]

@@ -199,7 +199,8 @@ def test_a_meeting_place_that_is_stopped_says_that_islands_wait(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["."], "nor has it deals.jsonl or run folders of islands"),
+        (["."], "holds neither deals.jsonl nor run folders of islands"),
+        (["gone"], "gone is not there: give a run folder"),
         (["other"], "other/roster.jsonl is not there: name a step of this run"),
         (["other", "--step", "1", "--log", "x"], "leave --step out"),
         (["other", "--log", "empty"], "no island has joined"),

@@ -58,7 +58,7 @@ def _checked(options: argparse.Namespace, rest: Sequence[str]) -> tuple[list[str
     words = list(options.command_words)
     if words[:2] != ["terrace", "train"]:
         raise ConfigError(
-            f"faults befall a training run: write terrace train ... after --, not {' '.join(words[:2]) or 'nothing'!r}"
+            f"faults are for a training run: write terrace train ... after --, not {' '.join(words[:2]) or 'nothing'!r}"
         )
     for word in words:
         if word.partition("=")[0] in _OURS:
@@ -69,12 +69,12 @@ def _checked(options: argparse.Namespace, rest: Sequence[str]) -> tuple[list[str
 @contextmanager
 def _starting() -> Iterator[Start]:
     """Starts processes of terrace that die with this one, however it ends."""
-    with guarded() as told:
+    with guarded() as control:
 
         def start(words: Sequence[str], output: Path, orders: str) -> Process:
             process = start_whole([sys.executable, *safe_flags(), "-m", "terrace", *words], output, orders)
-            told.write(f"{process.pid}\n")
-            told.flush()
+            control.write(f"{process.pid}\n")
+            control.flush()
             return process
 
         yield start
@@ -125,7 +125,7 @@ def lines_of(found: Findings) -> list[str]:
 
 def _restarts(words: Sequence[str], faults: Sequence[Fault], folder: Path, start: Start) -> int:
     if not faults:
-        raise ConfigError("nothing befalls this run: give --fault, or --islands N for a rehearsal without faults")
+        raise ConfigError("no fault is given: give --fault, or --islands N for a rehearsal without faults")
     restarts = Restarts(words, faults, folder, start, _say)
     restarts.run()
     table = Table(

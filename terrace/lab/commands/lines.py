@@ -10,7 +10,7 @@ from terrace.cli.option import Line, flag, option
 class Rehearse(Line):
     description = (
         "Emulate a cluster on this machine by network namespaces and rate limits. Needs Linux and root, except for run "
-        "--paced."
+        "--paced and for faults (run --islands, run --fault)."
     )
 
 

@@ -55,7 +55,7 @@ class Findings:
 
     found: Sequence[Found]
     patience_s: float
-    num_steps_lost: int  # by islands that no fault befell
+    num_steps_lost: int  # by islands without a fault
     num_left: int
     healing: Sequence[float]
     slower: float
@@ -88,13 +88,13 @@ def _of(seen: Seen, ran: Ran) -> Iterator[Event]:
             yield event
 
 
-def is_struck(seen: Seen, island: int, begin_s: float, end_s: float) -> bool:
-    """Whether a fault befalls an island at some time from `begin_s` to `end_s`."""
+def has_fault(seen: Seen, island: int, begin_s: float, end_s: float) -> bool:
+    """Whether an island has a fault at some time from `begin_s` to `end_s`."""
     for number, at_s in seen.done.items():
         fault = seen.faults[number]
-        if fault.island != island or fault.is_told:
+        if fault.island != island or fault.by_rehearsal:
             continue
-        # One that has lost its place needs until the next exchange to come back, so it counts as struck for longer.
+        # One that has lost its place needs until the next exchange to come back, so its fault counts for longer.
         until_s = min((ran.begin_s for ran in seen.ran if ran.island == island and ran.begin_s > at_s), default=inf)
         if fault.seconds < inf:
             until_s = min(until_s, _back(seen, island, at_s + fault.seconds))
@@ -113,7 +113,7 @@ def waited_s(seen: Seen, number: int) -> float | None:
     """How long the others waited because of a fault; None if none of them met after it."""
     at_s, fault = seen.done[number], seen.faults[number]
     after = [each for each in waits(seen) if each.end_s > at_s and each.island != fault.island]
-    after = [each for each in after if not is_struck(seen, each.island, each.begin_s, each.end_s)]
+    after = [each for each in after if not has_fault(seen, each.island, each.begin_s, each.end_s)]
     if not after:
         return None
     of_rounds = list[tuple[float, float]]()  # beginning and length
@@ -138,7 +138,7 @@ def entries(seen: Seen) -> list[Entry]:
 def lost_by(seen: Seen, number: int, rows: "Rows") -> str:
     """What a fault has cost, in words."""
     at_s, fault = seen.done[number], seen.faults[number]
-    if fault.is_told:
+    if fault.by_rehearsal:
         return "nothing"
     own = [each for each, other in seen.done.items() if other > at_s and seen.faults[each].island == fault.island]
     next_s = min((seen.done[each] for each in own), default=inf)
@@ -177,10 +177,10 @@ class Rows:
 
 
 def steps_lost(seen: Seen) -> int:
-    """Steps that were dealt to islands no fault befell, and that these have not recorded."""
+    """Steps that were dealt to islands without a fault, and that these have not recorded."""
     num = 0
     for ran in seen.ran:
-        if is_struck(seen, ran.island, ran.begin_s, ran.end_s):
+        if has_fault(seen, ran.island, ran.begin_s, ran.end_s):
             continue
         expected = set[int]()
         for at_s, entry in seen.entries:
@@ -247,18 +247,18 @@ def findings(seen: Seen, batch: int, micro_batch: int) -> Findings:
     wrong += [
         f"{each.fault.text}: the others waited {each.waited_s:.1f} s, and {limit_s:g} s are promised"
         for each in found
-        if each.waited_s is not None and each.waited_s > limit_s and not each.fault.is_told
+        if each.waited_s is not None and each.waited_s > limit_s and not each.fault.by_rehearsal
     ]
     if num_lost:
-        wrong.append(f"islands that no fault befell have lost {counted(num_lost, 'step')}")
+        wrong.append(f"islands without a fault have lost {counted(num_lost, 'step')}")
     if seen.num_left:
         wrong.append(f"{counted(seen.num_left, 'process')} outlived the island that had started them")
     for ratio in healing:
         if not 1 <= ratio <= MOST_HEALING:
             wrong.append(f"an island was healed by {ratio:.2f} times its state")
     for ran in seen.ran:
-        if ran.code and not is_struck(seen, ran.island, ran.begin_s, ran.end_s):
-            wrong.append(f"island {ran.island}, which no fault befell, has failed: see {ran.output}")
+        if ran.code and not has_fault(seen, ran.island, ran.begin_s, ran.end_s):
+            wrong.append(f"island {ran.island}, which had no fault, has failed: see {ran.output}")
     if not seen.is_finished:
         wrong.append("the run has not come to its end")
     return Findings(

@@ -64,12 +64,12 @@ class Fault:
 
     @property
     def is_of_place(self) -> bool:
-        """Whether it befalls the meeting place."""
+        """Whether it stops the meeting place."""
         return self.island < 0 and self.rank < 0
 
     @property
-    def is_told(self) -> bool:
-        """Whether the rehearsal carries it out, when any island is at the place."""
+    def by_rehearsal(self) -> bool:
+        """Whether the rehearsal carries it out, once any island has reached its place, and not the process itself."""
         return self.is_of_place or self.what == "join"
 
     @property
@@ -176,7 +176,7 @@ def _matched(form: str) -> Iterable[re.Match[str]]:
 
 
 def check_faults(faults: Sequence[Fault], num_islands: int) -> None:
-    """Whether faults can befall a rehearsal of so many islands, or of a run without islands if 0.
+    """Checks faults for a rehearsal of `num_islands` islands, or of a run without islands if 0.
 
     Raises `ConfigError` for the first that cannot.
     """

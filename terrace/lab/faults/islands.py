@@ -1,6 +1,6 @@
 """Islands as the processes that they are, with faults: started, watched, and all ended.
 
-One loop hears what ranks have written (terrace.lab.faults.orders), does what only another process can do (start, go on,
+One loop reads what ranks have written (terrace.lab.faults.orders), does what only another process can do (start, go on,
 hold back reports, end the meeting place), and waits for processes. Nothing that it started is left when it returns.
 """
 
@@ -112,10 +112,10 @@ class Rehearsal:
                     self._begin(island)
             while not self._is_over():
                 time.sleep(_TICK_S)
-                self._hear()
+                self._read_new()
                 self._act()
                 self._reap()
-            self._hear()
+            self._read_new()
             self.seen.num_left = self._left()
             return self.seen
         finally:
@@ -158,8 +158,8 @@ class Rehearsal:
         return Orders(
             events=str(self._folder / EVENTS),
             island=island,
-            faults={str(n): each.text for n, each in open_.items() if not each.is_told and each.island == island},
-            tells={str(n): each.text for n, each in open_.items() if each.is_told},
+            faults={str(n): each.text for n, each in open_.items() if not each.by_rehearsal and each.island == island},
+            reported={str(n): each.text for n, each in open_.items() if each.by_rehearsal},
             joins=self._join_of(island),
         )
 
@@ -176,7 +176,7 @@ class Rehearsal:
             self._say(line)
         return lines
 
-    def _hear(self) -> None:
+    def _read_new(self) -> None:
         now_s = time.monotonic()
         for line in self._entries.new():
             entry = entry_of(line, LOG)
@@ -196,7 +196,7 @@ class Rehearsal:
     def _carry_out(self, event: Event, fault: Fault) -> None:
         until_s = event.at_s + (_AWAY_S if fault.is_of_place and fault.seconds == inf else fault.seconds)
         if fault.is_of_place:
-            self._befall_place(fault, until_s)
+            self._stop_place(fault, until_s)
         elif fault.what == "freeze":
             group, pid = event.group, event.pid
             wake = (lambda: _signal_group(group)) if fault.rank < 0 else (lambda: os.kill(pid, signal.SIGCONT))
@@ -204,7 +204,7 @@ class Rehearsal:
         elif fault.what == "cut" and fault.rank < 0:
             self._relays[fault.island].cut(until_s - time.monotonic())
             self._for_a_while(fault, until_s, lambda: None)
-        if fault.is_told:
+        if fault.by_rehearsal:
             orders = self._orders(fault.island)
             orders.answer(event.number).touch()
 
@@ -214,7 +214,7 @@ class Rehearsal:
         else:
             self._due.append((until_s, end))
 
-    def _befall_place(self, fault: Fault, until_s: float) -> None:
+    def _stop_place(self, fault: Fault, until_s: float) -> None:
         assert self._place is not None
         place = self._place
         if fault.what == "kill":

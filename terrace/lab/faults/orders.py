@@ -14,7 +14,7 @@ from terrace.base.errors import ConfigError
 from terrace.base.schema import load
 
 Happening = Literal[
-    "fault",  # is about to be carried out, by this process or, where it is told, by the rehearsal
+    "fault",  # is about to be carried out, by this process or by the rehearsal
     "trains",  # the first step of a window begins
     "meets",  # the window `number` is trained
     "exchanges",  # an attempt at exchange `number` begins here
@@ -28,16 +28,17 @@ Happening = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Orders:
-    """What a process of island `island` is to do. `faults` and `tells` are words of faults by their number.
+    """What a process of island `island` is to do. `faults` and `reported` are words of faults by their number.
 
-    It carries out the faults. At the place of one that it tells, it waits until the rehearsal has answered by a file.
+    It carries out the faults. At the place of one that is reported, it says so and waits until the rehearsal, which
+    carries it out, has answered by a file.
     An island that `joins` by a fault waits for that answer before it joins.
     """
 
     events: str  # path
     island: int = -1
     faults: dict[str, str]
-    tells: dict[str, str]
+    reported: dict[str, str]
     joins: int = -1
 
     @property
@@ -54,7 +55,7 @@ def read_orders(text: str) -> Orders:
     """The orders in `TERRACE_FAULTS`. Raises `ConfigError`."""
     try:
         orders = load(Orders, json.loads(text), "TERRACE_FAULTS")
-        for number in (*orders.faults, *orders.tells):
+        for number in (*orders.faults, *orders.reported):
             int(number)
         return orders
     except ValueError as error:

@@ -15,7 +15,7 @@ _ORDER = " .=xhz/!"  # of two signs for one column, the later one is drawn
 
 
 def picture(seen: Seen, width: int = WIDTH) -> list[str]:
-    """The lines of the picture: seconds above, islands below, with the meeting place where a fault befell it."""
+    """The lines of the picture: seconds above, islands below, and the meeting place if it had a fault."""
     first_s = seen.first_s
     last_s = max((each.at_s for each in seen.events), default=seen.begin_s + 1.0)
     scale_s = max(last_s - first_s, 1e-3) / width

@@ -79,7 +79,7 @@ class Restarts:
         output = self._folder / f"run-{number}.txt"
         output.touch()
         open_ = {str(n): each.text for n, each in enumerate(self._faults) if n not in self.done}
-        orders = Orders(events=str(self._folder / EVENTS), faults=open_, tells={})
+        orders = Orders(events=str(self._folder / EVENTS), faults=open_, reported={})
         process = self._start(words, output, orders.text)
         first_step, last_s = 0, time.monotonic()
         try:

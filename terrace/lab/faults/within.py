@@ -26,7 +26,7 @@ from terrace.runtime.messages import Progress
 from terrace.train.injected import BEGINS, Faults
 
 _POLL_S = 0.005
-_ANSWER_S = 20.0  # for the rehearsal to carry out what it was told
+_ANSWER_S = 20.0  # for the rehearsal to carry out a reported fault
 _LEAVE_S = 0.3  # for a request to stop to reach the ranks
 
 
@@ -37,7 +37,7 @@ class Injected(Faults):
         self._orders, self._rank = read_orders(text), rank
         self.events = Written(self._orders.events, self._orders.island, rank)
         self._open = {int(number): parse_fault(each) for number, each in self._orders.faults.items()}
-        self._told = {int(number): parse_fault(each) for number, each in self._orders.tells.items()}
+        self._reported = {int(number): parse_fault(each) for number, each in self._orders.reported.items()}
         for fault in self._open.values():
             if fault.rank >= world_size:
                 raise ConfigError(f"--fault {fault.text!r}: it has {counted(world_size, 'rank')}, counted from 0")
@@ -49,7 +49,7 @@ class Injected(Faults):
         self._reaching = threading.Lock()
 
     def watched(self, progress: Progress, step: Callable[[], int]) -> Progress:
-        def told(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
+        def watched(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
             if instruction == BEGINS:
                 self._begin(step() + 1)
             # Between steps, parameters that an exchange or a checkpoint has changed are sent round.
@@ -58,7 +58,7 @@ class Injected(Faults):
             self.drag()
             progress(counter, instruction, waiting_on)
 
-        return told
+        return watched
 
     def _begin(self, number: int) -> None:
         self._step, self._since_s = number, time.monotonic()
@@ -81,9 +81,9 @@ class Injected(Faults):
 
     def reach(self, here: Where) -> None:
         """Carry out what is to happen at this place."""
-        for number, fault in [each for each in self._told.items() if each[1].where == here and not self._rank]:
-            with suppress(KeyError):  # another thread tells it
-                self._told.pop(number)
+        for number, fault in [each for each in self._reported.items() if each[1].where == here and not self._rank]:
+            with suppress(KeyError):  # another thread reports it
+                self._reported.pop(number)
                 self._tell(number, fault)
         for number, fault in [each for each in self._open.items() if each[1].where == here and self._is_own(each[1])]:
             with suppress(KeyError):
@@ -98,7 +98,7 @@ class Injected(Faults):
     def _tell(self, number: int, fault: Fault) -> None:
         answer, until_s = self._orders.answer(number), time.monotonic() + _ANSWER_S
         if answer.exists():
-            return  # another island has told it
+            return  # another island has reported it
         self.events.add("fault", number)
         while fault.is_of_place and not answer.exists() and time.monotonic() < until_s:
             time.sleep(_POLL_S)
@@ -121,7 +121,7 @@ class Injected(Faults):
             case "cut":
                 self._cut_s = now_s + fault.seconds
             case "join":
-                raise AssertionError("a join is told")
+                raise AssertionError("a join is carried out by the rehearsal")
 
     def drag(self) -> None:
         """Spend as many times the time since the last call as this rank is slower."""
