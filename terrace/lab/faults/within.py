@@ -84,7 +84,7 @@ class Injected(Faults):
         for number, fault in [each for each in self._reported.items() if each[1].where == here and not self._rank]:
             with suppress(KeyError):  # another thread reports it
                 self._reported.pop(number)
-                self._tell(number, fault)
+                self._report(number, fault)
         for number, fault in [each for each in self._open.items() if each[1].where == here and self._is_own(each[1])]:
             with suppress(KeyError):
                 self._open.pop(number)
@@ -95,7 +95,7 @@ class Injected(Faults):
             return fault.what in ("slow", "cut") or not self._rank
         return fault.rank == self._rank
 
-    def _tell(self, number: int, fault: Fault) -> None:
+    def _report(self, number: int, fault: Fault) -> None:
         answer, until_s = self._orders.answer(number), time.monotonic() + _ANSWER_S
         if answer.exists():
             return  # another island has reported it
