@@ -11,6 +11,7 @@ from terrace.plan.chunk_rules import why_not_fused
 from terrace.plan.keep import ALL_ON_DEVICE
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
+from terrace.plan.order_file import schedule_words
 from terrace.plan.outer import ONE_ISLAND
 from terrace.plan.plan import EXPERT_CHUNKS, FUSED, Plan
 from terrace.plan.recompute import OPERATIONS
@@ -92,7 +93,7 @@ def _unknown(software: Software, plan: Plan, layout: Layout, mesh: Mesh) -> Iter
         yield there, f"place states as {_names(sorted(forms.states - {'copies'}))} does"
     schedule = (plan.schedule or "").partition(":")[0]
     if schedule and schedule not in forms.schedules:
-        yield f"schedule = {plan.schedule!r}", f"use {_names(sorted(forms.schedules)) or 'no pipeline'}"
+        yield f"schedule = {schedule_words(plan.schedule)}", f"use {_names(sorted(forms.schedules)) or 'no pipeline'}"
     again = {part.strip() for entry in plan.recompute if ":" in entry for part in entry.partition(":")[2].split(",")}
     if apart := (again & {*OPERATIONS}) - forms.parts:
         yield (

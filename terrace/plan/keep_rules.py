@@ -6,6 +6,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.plan.keep import ALL_ON_DEVICE, DEVICE, HOST, KEPT, VECTOR
 from terrace.plan.kept import CHUNK, is_exact
+from terrace.plan.order_file import schedule_words
 from terrace.plan.plan import Plan
 from terrace.plan.state_bytes import moments
 from terrace.plan.update import parse_update
@@ -84,8 +85,8 @@ def _check_order(plan: Plan) -> None:
         )
     if plan.schedule is not None:
         raise PlanError(
-            f"{said} beside schedule = {plan.schedule!r}: stages share the control message at the end of a step; leave "
-            "one of them out"
+            f"{said} beside schedule = {schedule_words(plan.schedule)}: stages share the control message at the end of "
+            "a step; leave one of them out"
         )
     if plan.expert_gaps:
         raise PlanError(f"{said} beside expert_gaps, whose gradients arrive in parts: leave one of them out")
@@ -148,7 +149,7 @@ def _check_grads(plan: Plan) -> None:
     said = f"keep.grads = {plan.keep.grads!r}"
     if plan.schedule is not None:
         raise PlanError(
-            f"{said} beside schedule = {plan.schedule!r}: stages of a pipeline add to gradients in every "
+            f"{said} beside schedule = {schedule_words(plan.schedule)}: stages of a pipeline add to gradients in every "
             "micro-batch; leave one of them out"
         )
     if plan.outer.has_islands:

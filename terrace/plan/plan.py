@@ -105,7 +105,8 @@ class Plan:
     # Number of parts of tensor messages, each overlapped with the matmul of another part; "fused": matmul and message
     # are one operation on symmetric memory (CUDA)
     tensor_chunks: int | Literal["fused"] = 1
-    schedule: str | None = None  # pipeline schedule: "1f1b", or "interleaved:3" for 3 chunks per stage
+    # Pipeline schedule: "1f1b", "interleaved:3" for 3 chunks per stage, or "order.csv" (terrace.plan.order_file)
+    schedule: str | None = None
     update: Update = "adamw"  # `optimizer.name` with the numbers that sizes depend on (terrace.plan.update)
     stages: tuple[int, ...] = ()  # blocks per virtual stage, in model order; empty: balanced by predicted time
     # Micro-batches of a step on each rank of each member of the outermost tier (terrace.plan.members); empty: equal

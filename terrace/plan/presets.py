@@ -11,6 +11,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, PlanError, did_you_mean
 from terrace.base.schema import dump, load, merge
 from terrace.cluster.cluster import Cluster
+from terrace.plan.order_file import with_order
 from terrace.plan.outer import OUTERS
 from terrace.plan.plan import Plan
 
@@ -35,8 +36,8 @@ def preset(name: str, cluster: Cluster) -> Plan:
 
 
 def parse_plan(table: Mapping[str, Any], cluster: Cluster) -> Plan:
-    """Build a plan from its table; `preset = "name"` supplies missing values."""
-    own = dict(table)
+    """Build a plan from its table; `preset = "name"` supplies missing values, a file the order of a pipeline."""
+    own = with_order(table)
     name = own.pop("preset", None)
     if name is not None and not isinstance(name, str):
         raise ConfigError(f"plan.preset = {name!r} must be the name of a preset{did_you_mean('', PRESETS)}")

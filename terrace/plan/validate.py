@@ -17,6 +17,7 @@ from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mapping_rules import check_table
 from terrace.plan.members import check_order, check_shares, num_shared_micros
 from terrace.plan.mesh import Mesh, tier_degrees
+from terrace.plan.order_file import schedule_words
 from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.products import check_products
@@ -201,7 +202,9 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         raise PlanError(f"prefetch = {plan.prefetch}: use 0 for no prefetch, or a positive distance")
     if Mesh.of(cluster, plan).total("pipeline") == 1:
         if plan.schedule is not None:
-            raise PlanError(f"schedule = {plan.schedule!r} has no effect without a pipeline axis: leave it out")
+            raise PlanError(
+                f"schedule = {schedule_words(plan.schedule)} has no effect without a pipeline axis: leave it out"
+            )
         if plan.stages:
             raise PlanError(f"stages = {list(plan.stages)} has no effect without a pipeline axis: leave it out")
     if FORMATS[plan.messages or plan.compute].mantissa_bits > FORMATS[plan.compute].mantissa_bits:

@@ -46,7 +46,6 @@ from terrace.program.instruction import Instruction, Op
 from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.repeating import joined, repeating
-from terrace.program.schedules.orders import Orders
 from terrace.program.segments import Segments
 from terrace.program.sharded_model import ShardedModel
 from terrace.program.stage_passes import write_passes
@@ -64,15 +63,14 @@ def build(
     num_micros: int,
     sequence: int = 0,
     stage: int = 0,
-    orders: Orders | None = None,
 ) -> Program:
     """The program of every rank of a stage for a step of `num_micros` micro-batches.
 
     `blocks` is the whole model; the program holds one tensor rank's slices of it. `sequence` is the sequence length in
-    tokens; `orders` replaces the plan's pipeline schedule. Raises `PlanError` if the plan cannot run. Time and size of
-    the result do not depend on the number of data ranks.
+    tokens. Raises `PlanError` if the plan cannot run. Time and size of the result do not depend on the number of data
+    ranks.
     """
-    return build_stages(cluster, plan, blocks, num_micros, sequence, orders, only=stage)[0]
+    return build_stages(cluster, plan, blocks, num_micros, sequence, only=stage)[0]
 
 
 def build_stages(
@@ -81,11 +79,10 @@ def build_stages(
     blocks: Sequence[BlockSpec],
     num_micros: int,
     sequence: int = 0,
-    orders: Orders | None = None,
     only: int | None = None,
 ) -> list[Program]:
     """The programs of all stages, or of stage `only`; arguments and errors as in `build`."""
-    return lowered(sharded(cluster, plan, blocks, num_micros, sequence), blocks, num_micros, orders, only)
+    return lowered(sharded(cluster, plan, blocks, num_micros, sequence), blocks, num_micros, only)
 
 
 def sharded(
@@ -117,14 +114,13 @@ def lowered(
     model: ShardedModel,
     blocks: Sequence[BlockSpec],
     num_micros: int,
-    orders: Orders | None = None,
     only: int | None = None,
 ) -> list[Program]:
     """The programs of all stages, or of stage `only`, for a step of `num_micros` micro-batches; `blocks` are whole."""
-    found = _lowered(model, blocks, num_micros, orders, only)
+    found = _lowered(model, blocks, num_micros, only)
     # One stage may have no gaps while another has some; ranks of all stages must agree on the error.
     if model.plan.gap_shares and not (
-        _any_in_gaps(found) or (only is not None and _any_in_gaps(_lowered(model, blocks, num_micros, orders, None)))
+        _any_in_gaps(found) or (only is not None and _any_in_gaps(_lowered(model, blocks, num_micros, None)))
     ):
         raise no_gaps()
     return found
@@ -134,13 +130,11 @@ def _any_in_gaps(programs: Sequence[Program]) -> bool:
     return any(each.in_gaps for program in programs for each in program.counts)
 
 
-def _lowered(
-    model: ShardedModel, blocks: Sequence[BlockSpec], num_micros: int, orders: Orders | None, only: int | None
-) -> list[Program]:
+def _lowered(model: ShardedModel, blocks: Sequence[BlockSpec], num_micros: int, only: int | None) -> list[Program]:
     plan, num_stages = model.plan, model.mesh.total("pipeline")
 
     def stages_of(num_micros: int) -> tuple[Stage, ...]:
-        return _stages(model, blocks, num_stages, num_micros, orders)
+        return _stages(model, blocks, num_stages, num_micros)
 
     def lower(stages: Sequence[Stage]) -> list[Program]:
         wanted = stages if only is None else [stages[only]]
@@ -152,7 +146,7 @@ def _lowered(
         pairs = zip(wanted, written, strict=True)
         return [Program(model=model, stage=stage, instructions=segments) for stage, segments in pairs]
 
-    if num_micros * len(blocks) > _LONG_STEP and orders is None:
+    if num_micros * len(blocks) > _LONG_STEP:
         found = repeating(stages_of, lower, num_micros, num_stages, period(plan, num_stages))
         if found is not None:
             return found
@@ -228,16 +222,14 @@ def _written(program: Program, stages: Sequence[Stage]) -> Segments:
     return write_passes(program, stages).end(*step_end(program))
 
 
-def _stages(
-    model: ShardedModel, blocks: Sequence[BlockSpec], num_stages: int, num_micros: int, orders: Orders | None
-) -> tuple[Stage, ...]:
+def _stages(model: ShardedModel, blocks: Sequence[BlockSpec], num_stages: int, num_micros: int) -> tuple[Stage, ...]:
     plan = model.plan
     if num_stages == 1:
         return (whole_stage(len(blocks), num_micros, plan.unit),)
     # Sizes are those of a rank's slices, since that model state must fit its device.
     sizes = [] if plan.stages else [sum(each.values()) for each in blocks_bytes(plan, model.flats)]
     memory_bytes = model.cluster.device.usable_bytes
-    return make_stages(plan, blocks, num_stages, num_micros, model.sequence, orders, sizes, memory_bytes)
+    return make_stages(plan, blocks, num_stages, num_micros, model.sequence, sizes, memory_bytes)
 
 
 def lengthened(program: Program, num_micros: int) -> Program:

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
-from terrace.base.errors import PlanError
+from terrace.base.errors import PlanError, ProgramError
 from terrace.model.spec import BlockSpec
+from terrace.plan.order_file import CSV, schedule_words
 from terrace.plan.plan import Plan
 from terrace.plan.stage import Group, Pass, Stage
 from terrace.plan.wire import BETWEEN, BETWEEN_STAGES, by_boundary
+from terrace.program.schedules.csv_form import from_csv
 from terrace.program.schedules.orders import Orders, StageTask
 from terrace.program.schedules.registry import in_rounds, orders_for, schedule_names, takes
 from terrace.program.schedules.seconds import TaskSeconds
@@ -26,24 +28,16 @@ def make_stages(
     num_stages: int,
     num_micros: int,
     sequence: int,
-    orders: Orders | None = None,
     sizes: Sequence[int] = (),
     memory_bytes: float = math.inf,
 ) -> tuple[Stage, ...]:
     """The stages of a pipeline, which together run each block of the model exactly once.
 
-    `orders` replaces the orders of the plan's schedule. `sizes` is the model-state bytes of every block on a rank; if
-    the plan does not set `stages`, each stage gets at most `memory_bytes` of them where possible. Raises `PlanError`
-    for more virtual stages than blocks, and for numbers that the schedule does not support.
+    `sizes` is the model-state bytes of every block on a rank; if the plan does not set `stages`, each stage gets at
+    most `memory_bytes` of them where possible. Raises `PlanError` for more virtual stages than blocks, and for numbers
+    that the schedule does not support.
     """
-    if orders is None:
-        orders = plan_orders(plan, blocks, num_stages, num_micros, sequence, sizes, memory_bytes)
-    # Orders may come from a file, so their sizes are checked against the plan.
-    if (orders.num_stages, orders.num_micros) != (num_stages, num_micros):
-        raise PlanError(
-            f"orders for {orders.num_stages} stages and {orders.num_micros} micro-batches: the plan has {num_stages} "
-            f"stages and {num_micros} micro-batches a step"
-        )
+    orders = plan_orders(plan, blocks, num_stages, num_micros, sequence, sizes, memory_bytes)
     # Chunks of a stage share its device, so each gets an equal part of the memory.
     chunks = _cut(plan, blocks, orders.num_virtual, sequence, sizes, memory_bytes / orders.num_chunks)
     holders = [stage for stage, _ in orders.holders()]
@@ -70,8 +64,9 @@ def _check_boundaries(plan: Plan, stages: Sequence[Stage]) -> None:
             peers = ((each.index, peer) for each in stages for peer in (*each.onward, *each.back) if peer is not None)
             if BETWEEN in text and any(abs(one // inside - other // inside) > 1 for one, other in peers):
                 raise PlanError(
-                    f"wire.{message.value}.{tier} = {text!r} has formats by boundary, and schedule {plan.schedule!r} "
-                    "also sends from the last member to the first: write one format, or a schedule of one chunk, 1f1b"
+                    f"wire.{message.value}.{tier} = {text!r} has formats by boundary, and schedule "
+                    f"{schedule_words(plan.schedule)} also sends from the last member to the first: write one format, "
+                    "or a schedule of one chunk, 1f1b"
                 )
 
 
@@ -87,6 +82,8 @@ def plan_orders(
     """The orders of a plan's schedule. Raises `PlanError` for numbers that it does not support."""
     # The number after the colon means chunks or a memory limit, as the schedule takes it.
     name, number = plan_schedule(plan)
+    if name == CSV:
+        return _fitting(read_order(number), num_stages, num_micros)
     wanted = takes(name)
     numbers: dict[str, object] = {"num_stages": num_stages, "num_micros": num_micros}
     if "num_chunks" in wanted:
@@ -110,9 +107,32 @@ def plan_orders(
         ) from error
 
 
+def read_order(rows: str | None) -> Orders:
+    """The orders in a plan's `schedule` after "csv:". Raises `PlanError` for rows that are no order."""
+    try:
+        return from_csv(rows or "")
+    except ProgramError as error:
+        raise PlanError(f"schedule = {CSV!r}: {error}") from error
+
+
+def _fitting(orders: Orders, num_stages: int, num_micros: int) -> Orders:
+    if (orders.num_stages, orders.num_micros) != (num_stages, num_micros):
+        raise PlanError(
+            f"schedule = {CSV!r}: its order is of {orders.num_stages} stages and {orders.num_micros} micro-batches, "
+            f"and the step has {num_stages} and {num_micros}: write an order of these, or change the pipeline of "
+            "plan.mapping, train.batch or plan.micro_batch"
+        )
+    return orders
+
+
 def parse_schedule(text: str) -> tuple[str, str | None]:
-    """(Name, number or None) of a schedule such as "1f1b" or "interleaved:3". Raises `PlanError` if it is unknown."""
+    """(Name, number or None) of a schedule such as "1f1b" or "interleaved:3"; of an order by hand, "csv" and its rows.
+
+    Raises `PlanError` if it is unknown.
+    """
     name, colon, number = text.partition(":")
+    if name == CSV:
+        return name, number
     if name not in schedule_names():
         takes(name)  # raises, and says which name may be meant
     return name, number if colon else None
@@ -126,15 +146,19 @@ def plan_schedule(plan: Plan) -> tuple[str, str | None]:
 def num_virtual(plan: Plan, num_stages: int) -> int:
     """Number of virtual stages of a plan's schedule on `num_stages` stages. Raises `PlanError` if it is unknown."""
     name, number = plan_schedule(plan)
+    if name == CSV:
+        return read_order(number).num_virtual
     return num_stages * (_chunks(plan, number) if "num_chunks" in takes(name) else _own_chunks(name))
 
 
 def stages_of(plan: Plan, blocks: Sequence[BlockSpec], num_stages: int, sequence: int) -> list[int]:
     """The stage of every virtual stage under a plan's schedule, in model order."""
-    if num_virtual(plan, num_stages) == num_stages:
+    name, rows = plan_schedule(plan)
+    if name != CSV and num_virtual(plan, num_stages) == num_stages:
         return list(range(num_stages))
     # A step of a few micro-batches has the placement of all.
-    orders = plan_orders(plan, blocks, num_stages, num_stages * plan.unit, sequence, (), math.inf)
+    num_micros = read_order(rows).num_micros if name == CSV else num_stages * plan.unit
+    orders = plan_orders(plan, blocks, num_stages, num_micros, sequence)
     return [stage for stage, _ in orders.holders()]
 
 
@@ -148,7 +172,9 @@ def period(plan: Plan, num_stages: int) -> int:
     """Number of micro-batches after which a plan's order and reductions repeat."""
     if num_stages == 1:
         return plan.unit
-    name, _ = plan_schedule(plan)
+    name, rows = plan_schedule(plan)
+    if name == CSV:
+        return read_order(rows).num_micros
     return math.lcm(plan.unit, num_stages) if in_rounds(name) else plan.unit
 
 

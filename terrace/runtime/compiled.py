@@ -28,6 +28,7 @@ from terrace.model.layers import MLP, Attention, RMSNorm
 from terrace.model.liger import is_served
 from terrace.model.rotary import Rotary
 from terrace.plan.context import is_context_parallel
+from terrace.plan.order_file import schedule_words
 from terrace.plan.products import why_apart
 from terrace.plan.recompute import operations_in
 from terrace.program.instruction import Op
@@ -57,7 +58,7 @@ def why_parts(programs: Sequence[Program], has_kernels: bool = False) -> str:
     if any(map(operations_in, program.model.recomputed)):
         return f"recompute = {list(program.plan.recompute)} names operations of layers"
     if any(instruction.op is Op.BACKWARD_INPUT for each in programs for instruction in each.instructions):
-        return f"schedule = {program.plan.schedule!r} runs a backward in two parts"
+        return f"schedule = {schedule_words(program.plan.schedule)} runs a backward in two parts"
     return ""
 
 

@@ -16,6 +16,7 @@ from terrace.base.schema import merge, read_table
 from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, preset_names
 from terrace.data.config import PATHS
 from terrace.data.sources import beside, eval_beside
+from terrace.plan.order_file import order_beside
 from terrace.plan.presets import PRESETS
 from terrace.train.folder import with_folder
 from terrace.train.keys import ON_PAIRS
@@ -121,7 +122,7 @@ def section(name: str, value: Any) -> Any:
     table = read_table(Path(value))
     if name == "plan" and isinstance(table.get("plan"), (str, dict)):
         raise PlanError(f"{value} is the file of a run, not of a plan alone: give it as --config {value}")
-    return {key: given for key, given in table.items() if key != TASK}
+    return order_beside(Path(value).parent, {key: given for key, given in table.items() if key != TASK})
 
 
 def _lay_over(table: Mapping[str, Any], own: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -167,6 +168,8 @@ def with_teacher(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _beside(folder: Path, name: str, value: Any) -> Any:
+    if name == "plan" and isinstance(value, Mapping):
+        return order_beside(folder, value)
     presets = {"cluster": preset_names(), "plan": list(PRESETS), "model": []}[name]
     if not isinstance(value, str) or not value or value in presets:
         return value

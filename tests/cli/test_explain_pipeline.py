@@ -330,12 +330,6 @@ def test_the_table_of_schedules_in_the_docs_is_what_the_programs_do() -> None:
         assert figures == _figures(name, blocks, cluster), name
 
 
-def test_the_python_of_the_docs_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (snippet,) = re.findall(r"```python\n(.*?)```", (DOCS / "pipelines.md").read_text(), re.S)
-    exec(compile(snippet, "pipelines.md", "exec"), {})
-    assert re.fullmatch(r"\d+ instructions of stage 1\n", capsys.readouterr().out)
-
-
 def _report(scale: float, sent: int = 5, state: int = 100) -> StepReport:
     parts = {"forward": 2.0, "update": 0.5, "wait pipeline": 0.25, "wait control": 0.125, "wait gather": 1.0}
     return StepReport(

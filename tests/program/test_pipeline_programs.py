@@ -17,6 +17,7 @@ from terrace.plan.wire import BETWEEN_STAGES, MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.lowering import build, build_stages
 from terrace.program.program import Program
+from terrace.program.schedules.csv_form import as_schedule
 from terrace.program.schedules.orders import Orders, StageTask, looped
 from tests.support.byte_formula import step_bytes
 from tests.support.pipelines import (
@@ -197,9 +198,9 @@ def by_hand(*rows: tuple[tuple[Pass, int], ...]) -> Orders:
     return Orders(schedule="by hand", num_stages=2, num_chunks=1, num_micros=2, placement=looped(2, 1), tasks=tasks)
 
 
-def programs_by_hand(name: str, *rows: tuple[tuple[Pass, int], ...]) -> dict[int, Program]:
-    plan = pipelined(name, OUTER, stages=(4, 4))
-    return programs_of(plan, OUTER.sizes, num_micros=2, orders=by_hand(*rows))
+def programs_by_hand(name: str, *rows: tuple[tuple[Pass, int], ...], num_micros: int = 2) -> dict[int, Program]:
+    plan = pipelined(name, OUTER, as_schedule(by_hand(*rows)), stages=(4, 4))
+    return programs_of(plan, OUTER.sizes, num_micros=num_micros)
 
 
 def test_reading_before_arrival_is_a_circle() -> None:
@@ -383,8 +384,8 @@ def test_bad_input_is_one_line_with_value_rule_and_fix(
 
 
 def test_orders_for_another_pipeline_are_refused() -> None:
-    with pytest.raises(PlanError, match="orders for 2 stages and 2 micro-batches: the plan has 2 stages and 3 "):
-        programs_of(pipelined("ddp", OUTER), OUTER.sizes, num_micros=3, orders=by_hand(ONE_BY_ONE, ONE_BY_ONE))
+    with pytest.raises(PlanError, match="its order is of 2 stages and 2 micro-batches, and the step has 2 and 3: "):
+        programs_by_hand("ddp", ONE_BY_ONE, ONE_BY_ONE, num_micros=3)
 
 
 def test_recv_stands_before_its_reader_and_one_task_ahead() -> None:

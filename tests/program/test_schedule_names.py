@@ -91,7 +91,7 @@ def test_adding_a_schedule_is_adding_a_file(tmp_path: Path, monkeypatch: pytest.
     ("text", "words"),
     [
         ("0F0,0B0\n1F0,1X0\n", "row 1: cell '1X0'"),
-        ("0F0,0B0\n1F0,1SEND_B0,1B0\n", "messages, gathers and reductions"),
+        ("0F0,0B0\n1F0,1SEND_C0,1B0\n", "the letters are F, B, I and W"),
         ("0F0,0B0\n2F0,2B0\n", "every virtual stage"),
         ("0F0,0B0\n1B0,1F0\n", "stage 1: BACKWARD of micro-batch 0, chunk 0 stands before its FORWARD"),
         ("0F0,0B0\n1F0,1W0,1I0\n", "stands before its BACKWARD_INPUT"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from terrace.program.schedules.csv_form import to_csv
+from terrace.program.schedules.csv_form import from_csv, to_csv
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for
 from tests.support.schedules import AUTOMATIC, CHUNKED, NAMES, even_seconds
@@ -47,6 +47,22 @@ def cells_of(orders: Orders) -> list[list[str]]:
 def test_gpipe(stages: int, micros: int) -> None:
     ours = orders_for("gpipe", num_stages=stages, num_micros=micros)
     assert cells_of(ours) == rows_of("ScheduleGPipe", stages, micros, 1)
+
+
+def test_orders_with_messages_gathers_and_tasks_at_once_are_read() -> None:
+    """The file of torch's own runtime: what it adds to an order is left out, and what it joins is taken apart."""
+    ours = orders_for("interleaved", num_stages=2, num_chunks=2, num_micros=4)
+    order: Any = {
+        rank: [torch_schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(cells_of(ours))
+    }
+    with_gathers = {rank: torch_schedules._add_unshard_reshard(row) for rank, row in order.items()}
+    whole: Any = torch_schedules._add_send_recv(with_gathers, stage_to_rank=lambda stage: stage % 2, num_stages=4)
+    text = "\n".join(",".join(map(str, row)) for row in whole.values())
+    assert all(word in text for word in ("UNSHARD", "RESHARD", "0SEND_F0", "1RECV_F0", "RECV_B"))
+    assert from_csv(text).tasks == ours.tasks
+    joined = to_csv(ours).replace("1F2,1B0", "(1F2;1B0)OVERLAP_F_B").replace("3B0", "3B0,,3REDUCE_GRAD")
+    assert "OVERLAP" in joined
+    assert from_csv(joined).tasks == ours.tasks
 
 
 @pytest.mark.parametrize(("stages", "micros"), [(1, 1), (2, 2), (4, 8), (5, 7)])

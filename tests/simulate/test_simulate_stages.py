@@ -22,6 +22,7 @@ from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.schedules.counts import most_due
+from terrace.program.schedules.csv_form import as_schedule
 from terrace.program.schedules.orders import Orders
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
@@ -84,11 +85,10 @@ def priced_orders(orders: Orders, seconds: TaskSeconds, edge_s: float) -> tuple[
     """Every virtual stage is one block with the seconds of its tasks."""
     programs = build_stages(
         cluster(orders.num_stages, edge_s),
-        stage_plan(orders.num_stages, orders.num_virtual),
+        replace(stage_plan(orders.num_stages, orders.num_virtual), schedule=as_schedule(orders)),
         blocks_of(orders.num_virtual),
         orders.num_micros,
         sequence=4,
-        orders=orders,
     )
     costs = [
         Costs(

@@ -116,12 +116,10 @@ def pipelined(name: str, world: Place, schedule: str = "1f1b", **changes: object
     return exact(name, cluster_of(*world.sizes), mapping=world.mapping, schedule=schedule, **changes)
 
 
-def programs_of(
-    plan: Plan, sizes: Sizes, model: str = "deep llama tied", num_micros: int = 4, **more: Any
-) -> dict[int, Program]:
+def programs_of(plan: Plan, sizes: Sizes, model: str = "deep llama tied", num_micros: int = 4) -> dict[int, Program]:
     """The program of every rank."""
     cluster = cluster_of(*sizes)
-    stages = build_stages(cluster, plan, MODELS[model].declared, num_micros, SEQUENCE, **more)
+    stages = build_stages(cluster, plan, MODELS[model].declared, num_micros, SEQUENCE)
     mesh = Mesh.of(cluster, plan)
     return {rank: stages[mesh.stage(rank)] for rank in range(cluster.world_size)}
 

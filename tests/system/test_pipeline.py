@@ -55,6 +55,13 @@ def test_every_schedule_and_placement_equals_one_process(
     check(pool, cluster_of(*sizes), [case for where, case in map(case_of, rows) if where == sizes])
 
 
+def test_an_order_by_hand_equals_one_process(pool: LocalPool) -> None:
+    """Stages the other way round, one backward whole and one in two halves."""
+    order = "csv:\n1F0,1F1,1B0,1I1,1W1\n0F0,0F1,0I0,0B1,0W0\n"
+    case = Case(pipelined("zero2", OUTER, order, unit=2), num_micros=2, model="llama tied")
+    check(pool, cluster_of(*OUTER.sizes), [case])
+
+
 def test_the_default_suite_has_every_schedule_and_every_placement() -> None:
     rows = [row for row in ROWS if in_default_suite(row)]
     assert {row["schedule"] for row in rows} == {*SCHEDULES}

@@ -14,7 +14,7 @@ from terrace.base.errors import ConfigError, PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import CONTEXT, TENSOR, Mesh
 from terrace.plan.plan import Plan
-from terrace.program.stages import num_virtual, plan_orders
+from terrace.program.stages import stages_of
 from terrace.rl.calls.call import Call
 
 _NO_SHARE = -1
@@ -142,11 +142,8 @@ def _least_limit(ends: Sequence[int], num_shares: int) -> int:
 
 
 def _stage_of_logits(plan: Plan, num_stages: int) -> int:
-    if num_virtual(plan, num_stages) == num_stages:
-        return num_stages - 1
-    # The last chunk may be on another stage: the chunks of a V schedule end on the first.
-    orders = plan_orders(plan, (), num_stages, math.lcm(num_stages, plan.unit), 0)
-    return [stage for stage, _ in orders.holders()][-1]
+    # The last chunk may be on another stage than the last: the chunks of a V schedule end on the first.
+    return stages_of(plan, (), num_stages, 0)[-1]
 
 
 def _replica_of(replicas: Sequence[Sequence[int]], world: int) -> tuple[int, ...]:
