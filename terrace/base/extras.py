@@ -18,6 +18,7 @@ EXTRAS = {
     "pyarrow": "data",
     "pyyaml": "data",
     "tensorboard": "metrics",
+    "opentelemetry-exporter-otlp-proto-http": "otel",
     "ray": "ray",
     "liger-kernel": "liger",
 }

@@ -1,4 +1,4 @@
-"""Destinations of metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, MLflow.
+"""Destinations of metrics besides `metrics.jsonl`: TensorBoard, Weights & Biases, trackio, MLflow, OpenTelemetry.
 
     train.metrics = ["tensorboard", "wandb"]
 
@@ -11,6 +11,7 @@ folder. Accounts, servers and offline modes are configured by the packages' own 
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.extras import install
 from terrace.base.files import write_atomic
 from terrace.base.fitting import parse_table
 from terrace.base.foreign import read_text
@@ -30,6 +32,10 @@ _PROJECT = "terrace"
 _IDS = "trackers.json"
 _MLFLOW_PARAMS_A_CALL = 100  # limit of its server
 _MLFLOW_VALUE_LENGTH = 500
+_OTEL_NAME_LENGTH = 255  # of an instrument, https://opentelemetry.io/docs/specs/otel/metrics/api/
+_OTEL_END_MS = 5_000  # how long the end of a run waits for a receiver
+# Name of a tracker -> its module and its package, where these differ from the name
+_PACKAGES = {"opentelemetry": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http")}
 
 Config = Mapping[str, Any]
 
@@ -55,9 +61,17 @@ def check_names(names: Sequence[str], key: str = "train.metrics") -> None:
 def check_installed(names: Sequence[str], key: str = "train.metrics") -> None:
     """Raises `ConfigError` for a package that is not installed, with the command to install it."""
     for name in names:
-        # Found without importing it: a package may take seconds to import.
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"{key} names {name!r}, which is not installed: pip install {name}")
+        module, package = _PACKAGES.get(name, (name, name))
+        if not _is_installed(module):
+            raise ConfigError(f"{key} names {name!r}, which is not installed: {install(package)}")
+
+
+def _is_installed(module: str) -> bool:
+    # Found without importing it: a package may take seconds to import. Of a dotted name, outer ones are imported.
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def values_of(record: StepRecord) -> dict[str, float]:
@@ -165,6 +179,30 @@ def _mlflow(folder: Path, config: Config, first_step: int) -> Tracker:
     return Tracker(lambda values, step: mlflow.log_metrics(dict(values), step=step), mlflow.end_run)
 
 
+def _opentelemetry(folder: Path, config: Config, first_step: int) -> Tracker:
+    metrics = importlib.import_module("opentelemetry.sdk.metrics")
+    exporting = importlib.import_module("opentelemetry.sdk.metrics.export")
+    exporter = importlib.import_module(f"{_PACKAGES['opentelemetry'][0]}.metric_exporter").OTLPMetricExporter()
+    resources = importlib.import_module("opentelemetry.sdk.resources")
+    resource = resources.Resource.create({"terrace.run": folder.resolve().name})
+    if str(resource.attributes["service.name"]).startswith("unknown_service"):  # the user has named none
+        resource = resource.merge(resources.Resource({"service.name": _PROJECT}))
+    # A thread of the reader sends the newest value of every gauge, by default once a minute.
+    reader = exporting.PeriodicExportingMetricReader(exporter)
+    provider = metrics.MeterProvider([reader], resource, shutdown_on_exit=False)
+    meter, gauges, first = provider.get_meter(_PROJECT), dict[str, Any](), iter((True,))
+    # The package reports each attempt to reach a receiver that is gone; the first report says it all.
+    logging.getLogger(type(exporter).__module__).addFilter(lambda record: next(first, False))
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        for name, value in {**values, "train/step": step}.items():
+            if name not in gauges:
+                gauges[name] = meter.create_gauge(re.sub(r"[^\w./-]", "_", name, flags=re.ASCII)[:_OTEL_NAME_LENGTH])
+            gauges[name].set(value)
+
+    return Tracker(log, lambda: provider.shutdown(_OTEL_END_MS))  # which sends the last values
+
+
 def _absolute_place(place: str) -> str:
     """Makes a tracking URI independent of the working directory."""
     # sqlite:///FILE, as SQLAlchemy writes a relative one; file:FOLDER; FOLDER. Servers stay as they are.
@@ -177,6 +215,7 @@ TRACKERS: dict[str, Callable[[Path, Config, int], Tracker]] = {
     "wandb": _wandb,
     "trackio": _trackio,
     "mlflow": _mlflow,
+    "opentelemetry": _opentelemetry,
 }
 
 
