@@ -48,6 +48,7 @@ class Found(Result):
 def words_of(job: Job, teacher: Path, settings: Sequence[str]) -> list[str]:
     """The words of a run on the command line."""
     common = ["--ranks", "1", "--plan", "ddp", "--plan.micro_batch", "8", "--train.log_every", "1"]
+    common += ["--train.checkpoint_every", "50"]  # what a stopped call leaves, the next one resumes
     common += ["--train.steps", str(job.steps), "--train.batch", str(job.batch), "--train.sequence", str(job.sequence)]
     common += ["--data.holdout", str(HELD_OUT), "--train.eval_every", str(job.steps), "--train.eval_batches", "0"]
     common += ["--train.seed", str(job.seed), "--optimizer.lr", str(job.lr)]
@@ -103,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, (ALONE, TAUGHT, LIKELIEST), hidden=160, lr=2.5e-3)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--teacher", type=Path, help="a run folder or a Hugging Face folder; by default one is trained")
+    parser.add_argument("--teacher-steps", type=int, help="steps of the teacher; by default those of a student")
     parser.add_argument("--weight", type=float, default=0.9)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--keep", type=Path, help="make run folders here, and resume those of a former call")
@@ -112,19 +114,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = ["--teacher.weight", str(options.weight), "--teacher.temperature", str(options.temperature)]
     text, held, found = tokens(), Held(options.results, Found), dict[tuple[str, int], Found]()
 
-    def job_of(variant: str, seed: int, layers: int) -> Job:
-        sizes = (options.steps, options.sequence, options.batch, options.hidden, layers)
+    def job_of(variant: str, seed: int, steps: int, layers: int) -> Job:
+        sizes = (steps, options.sequence, options.batch, options.hidden, layers)
         return Job(variant, seed, *sizes, options.lr, text)
 
     with tempfile.TemporaryDirectory() as made:
         folder = options.keep or Path(made)
         teacher = options.teacher
         if teacher is None:
-            teacher = folder / TEACHER
-            print(f"teacher: {run(job_of(TEACHER, 0, 4), teacher, teacher, settings).loss:.4f}", flush=True)
+            teacher, of_teacher = folder / TEACHER, job_of(TEACHER, 0, options.teacher_steps or options.steps, 4)
+            print(f"teacher: {run(of_teacher, teacher, teacher, settings).loss:.4f}", flush=True)
         for seed in options.seeds:
             for variant in options.variants:
-                job = job_of(variant, seed, options.layers)
+                job = job_of(variant, seed, options.steps, options.layers)
                 where = folder / f"{variant}-{seed}"
                 plans = (words_of(job, Path(TEACHER), settings), str(options.teacher or ""))
                 found[variant, seed] = held.result(job, plans, partial(run, job, where, teacher, settings))

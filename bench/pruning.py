@@ -58,6 +58,7 @@ def words_of(options: argparse.Namespace, steps: int, seed: int, lr: float) -> l
     found += ["--train.steps", str(steps), "--train.batch", str(options.batch)]
     found += ["--train.sequence", str(options.sequence), "--data.holdout", str(HELD_OUT)]
     found += ["--train.eval_every", str(steps), "--train.eval_batches", "0"]
+    found += ["--train.checkpoint_every", "50"]  # what a stopped call leaves, the next one resumes
     return [*found, "--train.seed", str(seed), "--optimizer.lr", str(lr)]
 
 

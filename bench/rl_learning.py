@@ -2,6 +2,8 @@
 
     python -m bench.rl_learning [NAME ...] [--seed 0]
 
+`distill` has no reward: it learns from a policy of a longer start, and its KL to that policy must fall to a third.
+
 NAME is an algorithm, `shuffled` (GRPO whose rewards are dealt out anew, which must teach nothing), `unconstrained` (PPO
 beside which Safe RLHF is judged) or `all`. Bars are of the reward of drawn responses, the mean of the last five steps,
 and of the likeliest ones to held-out prompts. Responses that DAPO and CISPO draw and do not learn from count as well.
@@ -25,6 +27,7 @@ import torch
 from terrace.base.schema import merge
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
+from terrace.rl.commands.run import run as run_whole
 from terrace.rl.making import started
 from terrace.rl.resolve import resolve
 from terrace.rl.run import START, RunInputs
@@ -73,7 +76,9 @@ BARS = {
     "shuffled": Bar(20),
     "unconstrained": Bar(40, keys=_SINGLE),
     "safe-rlhf": Bar(40, keys=_CONSTRAINED),
+    "distill": Bar(20, keys={"run": {"warmup_steps": 3}}),
 }
+_TEACHER = {"run": {"seed": 100, "start_steps": 150, "steps": 1}}
 _ALGORITHMS = {"shuffled": "grpo", "unconstrained": "ppo"}  # of cases that are named otherwise
 
 
@@ -90,6 +95,10 @@ def learned(name: str, bar: Bar, seed: int, folder: Path) -> list[Metrics]:
     keys = merge(_ALONE, {"run": {"steps": bar.steps, "seed": seed}, "algorithm": algorithm})
     if name == "shuffled":
         keys = merge(keys, {"reward": [{"function": "bench.rl_learning:shuffled"}]})
+    if name == "distill":
+        teacher = folder / "teacher"
+        run_whole(resolve("sort", None, {}, merge(_ALONE, _TEACHER)), teacher, None)
+        keys = merge(keys, {"run": {"reference": str(teacher)}})
     config = resolve("sort", None, {}, merge(keys, bar.keys))
     task = SortPrompts(seed)
     inputs = RunInputs(
@@ -136,6 +145,9 @@ def verdict(name: str, bar: Bar, found: list[Metrics]) -> tuple[bool, str]:
     passed = sampled >= bar.sampled and (bar.greedy is None or greedy >= bar.greedy)
     if name == "shuffled":
         passed = greedy <= start
+    if name == "distill":
+        kls = [step["actor/kl"] for step in found]
+        return kls[-1] <= kls[0] / 3, f"distill: KL {kls[0]:.4f} to {kls[-1]:.4f}"
     figures = f"sampled {drawn_reward(found[0]):.3f} to {sampled:.3f}, greedy {start:.3f} to {greedy:.3f}"
     worst = max(step["rollout/logprob_diff_max"] for step in found)
     return passed, f"{name}: {figures}, rollout diff {worst:.1e}: {'passed' if passed else 'FAILED'}"

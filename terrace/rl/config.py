@@ -28,6 +28,7 @@ from terrace.rl.placing import (
     reward_name,
 )
 from terrace.runtime.settings import OptimizerConfig
+from terrace.train.teacher_keys import model_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,16 @@ class RlConfig:
     def roles(self) -> dict[str, bool]:
         """The run's roles by name, and whether each has an engine (and so a plan)."""
         return roles_of(self.run, self.algorithm, self.reward, self.cost, self.pool)
+
+    @property
+    def reference_folder(self) -> str:
+        """The folder of a reference that is another model; "": the policy of the start."""
+        return self.run.reference if isinstance(self.run.reference, str) else ""
+
+    @property
+    def reference_model(self) -> ModelConfig:
+        """The model of the reference. Raises as reading its folder does."""
+        return model_in(self.reference_folder, "run.reference") if self.reference_folder else self.model
 
     @cached_property
     def places(self) -> dict[str, Place]:

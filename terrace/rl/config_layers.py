@@ -69,7 +69,7 @@ def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         }
     found |= _absolute(found, "weights", folder)
     # Values that should be tables and are not are rejected when the sections are parsed.
-    for section_name, key in (("run", "prompts_file"), ("cost", "model")):
+    for section_name, key in (("run", "prompts_file"), ("run", "reference"), ("cost", "model")):
         if section_name in found:
             found[section_name] = _absolute(found[section_name], key, folder)
     if isinstance(found.get("reward"), list):

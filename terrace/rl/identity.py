@@ -21,6 +21,7 @@ from terrace.model.hf.folder import CONFIG, METADATA, SINGLE, is_dcp, weight_fil
 from terrace.rl.config import RlConfig
 from terrace.rl.placing import COST
 from terrace.rl.stream.prompt_file import PromptFile
+from terrace.train.weights import version_of
 
 if TYPE_CHECKING:
     from terrace.rl.values.prompts import PromptSource
@@ -54,6 +55,7 @@ def fixes_of(config: RlConfig) -> dict[str, str]:
     """What to do if a value of `identity` has changed on resume (which file to restore), by its name."""
     found = {
         "run.prompts_file": f"restore {config.run.prompts_file}",
+        "run.reference": f"restore the weights and config.json in {config.reference_folder}",
         "weights": f"restore the weights and config.json in {config.weights}",
         "tokenizer": f"restore the tokenizer's files in {config.weights}",
         "ends": f"restore generation_config.json and the tokenizer's files in {config.weights}",
@@ -76,6 +78,10 @@ def contents_of(config: RlConfig, prompts: "PromptSource") -> dict[str, str]:
         found["run.prompts_file"] = _prompts_digest(prompts)
     if config.weights:
         found["weights"] = _weights_digest(Path(config.weights))
+    if config.reference_folder:
+        reference = Path(config.reference_folder)
+        is_run = (reference / "config.toml").is_file()
+        found["run.reference"] = " ".join(version_of(str(reference))) if is_run else _weights_digest(reference)
     rewards = {f"reward[{index}]": reward for index, reward in enumerate(config.reward)}
     for name, reward in (rewards | ({} if config.cost is None else {COST: config.cost})).items():
         if reward.model:

@@ -61,14 +61,15 @@ def check_roles(config: RlConfig) -> None:
 
 def _check_model(config: RlConfig) -> None:
     longest = config.run.max_prompt + config.run.max_response
-    if 0 < (most := longest_text(config.model)) < longest:
-        raise ModelError(
-            f"run.max_prompt + run.max_response = {longest} tokens, and the model has "
-            f"{most} positions: lower one of them"
-        )
+    for model, named in ((config.model, "the model"), (config.reference_model, "run.reference")):
+        if 0 < (most := longest_text(model)) < longest:
+            raise ModelError(
+                f"run.max_prompt + run.max_response = {longest} tokens, and {named} has "
+                f"{most} positions: lower one of them"
+            )
+        refuse_non_causal(model)
     if has_scalar_head(config.model):
         raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
-    refuse_non_causal(config.model)
     cache_shape(block_specs(config.model), config.run.rows)
 
 
@@ -146,7 +147,8 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
     if apart is not None:
         found[ROLLOUT] = (Rollout, draws)
     if REFERENCE in config.roles:
-        found[REFERENCE] = (Reference, {"settings": engine_settings(config, REFERENCE, weights, run.mini_batch)})
+        settings = engine_settings(config, REFERENCE, config.reference_folder or weights, run.mini_batch)
+        found[REFERENCE] = (Reference, {"settings": replace(settings, model=config.reference_model)})
     optimizer = replace(config.optimizer, lr=run.critic_lr)
     for role in (each for each in (CRITIC, COST_CRITIC) if each in config.roles):
         settings = engine_settings(config, role, weights, run.mini_batch, optimizer)

@@ -38,7 +38,7 @@ def dataflow_of(config: RlConfig) -> Dataflow:
     if config.is_apart:
         roles.append(Role(name=ROLLOUT, model=model, generates=True, follows=ACTOR))
     if run.reference:
-        roles.append(Role(name=REFERENCE, model=model, scores=True))
+        roles.append(Role(name=REFERENCE, model=config.reference_model, scores=True))
     of_values = with_scalar_head(model)
     critics = [each for each in (CRITIC, COST_CRITIC) if each in config.roles]
     roles += [Role(name=critic, model=of_values, scores=True, trains=True) for critic in critics]

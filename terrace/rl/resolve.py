@@ -112,8 +112,8 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool 
     cluster = parse_cluster(dict(table["cluster"]))
     optimizer = load(OptimizerConfig, table.get("optimizer", {}), "optimizer")
     rewards = table.get("reward", [])
-    if not isinstance(rewards, list) or not rewards:
-        raise ConfigError('reward is missing: write [[reward]] for each, with function = "module:function"')
+    if not isinstance(rewards, list):
+        raise ConfigError(f"reward = {rewards!r} must be a list of tables: write [[reward]] for each")
     reward = tuple(load(RewardKeys, each, f"reward[{index}]") for index, each in enumerate(rewards))
     cost = load(RewardKeys, table["cost"], "cost") if "cost" in table else None
     algorithm, pools = algorithm_of(table.get("algorithm", {})), _pools(table)

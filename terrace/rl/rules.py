@@ -11,6 +11,7 @@ from terrace.rl.config import RlConfig
 from terrace.rl.keys import RunKeys
 from terrace.rl.placing import ACTOR, ROLLOUT
 from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE, VOCAB
+from terrace.train.teacher_keys import check_same_tokens
 
 
 @contextmanager
@@ -44,7 +45,10 @@ def check_sections(config: RlConfig) -> None:
         raise ConfigError(
             f"[cost] and algorithm.name = {algorithm.name!r}: safe-rlhf needs a [cost], and no other algorithm has one"
         )
-    if not any(reward.weight for reward in config.reward):
+    _check_reference(config)
+    if not config.reward and not algorithm.traits.is_distilled:
+        raise ConfigError('reward is missing: write [[reward]] for each, with function = "module:function"')
+    if config.reward and not any(reward.weight for reward in config.reward):
         raise ConfigError("every [[reward]] has weight = 0, so all responses count alike: give one of them a weight")
     if algorithm.overlong_window > run.max_response:
         raise ConfigError(
@@ -69,6 +73,17 @@ def check_sections(config: RlConfig) -> None:
         raise ConfigError(
             f"run.max_lag = {run.max_lag} lets the rollout draw while others learn, and the other roles of its pool "
             "would wait for it: give it a pool of its own, or set run.max_lag = 0"
+        )
+
+
+def _check_reference(config: RlConfig) -> None:
+    """Raise `ConfigError` or `ModelError` for a reference whose log-probabilities would mean nothing."""
+    if config.reference_folder:
+        check_same_tokens(config.model, config.reference_model, f"run.reference = {config.reference_folder!r}")
+    elif config.algorithm.traits.is_distilled:
+        raise ConfigError(
+            f"run.reference = {str(config.run.reference).lower()}: algorithm.name = {config.algorithm.name!r} learns "
+            "from another model; give its folder, as --run.reference FOLDER"
         )
 
 

@@ -172,8 +172,8 @@ class Run:
         return handed | seconds_by_phase(spans) | idle_share([*spans, *under_way], ranks, begin_s, end_s)
 
     def evaluated(self) -> Metrics:
-        """The mean reward of greedy responses to held-out prompts; empty if there are none."""
-        prompts = self._inputs.prompts.held_out()
+        """The mean reward of greedy responses to held-out prompts; empty without prompts or rewards."""
+        prompts = self._inputs.prompts.held_out() if self._roles.rewards else ()
         if not prompts:
             return {}
         rows = rows_of(list(prompts))

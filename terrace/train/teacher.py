@@ -8,7 +8,7 @@ from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.schema import read_table
 from terrace.model.blocks import block_specs, reading_hidden
 from terrace.model.config import ModelConfig
-from terrace.model.facts import has_scalar_head, longest_row, rope_limit, vocabulary_size
+from terrace.model.facts import longest_row, rope_limit, vocabulary_size
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.context import is_context_parallel
 from terrace.plan.handed_rows import Held
@@ -19,7 +19,7 @@ from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.config import RunConfig
-from terrace.train.teacher_keys import DISTILL, NO_TEACHER, teacher_model
+from terrace.train.teacher_keys import DISTILL, NO_TEACHER, check_same_tokens, teacher_model
 
 
 def teacher_plan(run: RunConfig) -> Plan:
@@ -77,16 +77,9 @@ def check_teacher(run: RunConfig) -> None:
         )
     teacher.check()
     model = teacher_model(teacher.model)
-    if has_scalar_head(model):
-        raise ModelError(f"teacher.model = {teacher.model!r} has one output a token, a score: name a language model")
-    own, its = vocabulary_size(run.model), vocabulary_size(model)
-    if own != its:
-        raise ModelError(
-            f"teacher.model = {teacher.model!r} has a vocabulary of {its:,} tokens, and the model one of {own:,}: a "
-            "student learns probabilities of the same tokens: name a teacher with its tokenizer and vocabulary"
-        )
+    check_same_tokens(run.model, model, f"teacher.model = {teacher.model!r}")
     _check_positions(run, model)
-    if teacher.top_k >= own:
+    if teacher.top_k >= (own := vocabulary_size(run.model)):
         raise ConfigError(f"teacher.top_k = {teacher.top_k} must be below the {own:,} tokens of the vocabulary, or 0")
     _check_places(run, teacher_plan(run))
 

@@ -6,9 +6,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from terrace.base.errors import ConfigError
+from terrace.base.errors import ConfigError, ModelError
 from terrace.base.schema import read_table
 from terrace.model.config import ModelConfig, load_model, parse_model
+from terrace.model.facts import has_scalar_head, vocabulary_size
 
 DISTILL = "distill"  # of train.objective
 _RUN, _PUBLISHED = "config.toml", "config.json"
@@ -59,17 +60,37 @@ def without_teacher(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def teacher_model(folder: str) -> ModelConfig:
-    """The model in a teacher's folder. Raises `ConfigError` for a folder that has none, and `ModelError`."""
+def model_in(folder: str, key: str) -> ModelConfig:
+    """The model in the folder of a run or of Hugging Face that `key` names.
+
+    Raises `ConfigError` for a folder that has none, and `ModelError`.
+    """
     path = Path(folder)
     if (path / _RUN).is_file():
         table = read_table(path / _RUN)
         if not isinstance(table.get("model"), Mapping):
-            raise ConfigError(f"teacher.model = {folder!r}: its {_RUN} has no model, so it is no run folder")
+            raise ConfigError(f"{key} = {folder!r}: its {_RUN} has no model, so it is no run folder")
         return parse_model(table["model"])
     if (path / _PUBLISHED).is_file():
         return load_model(folder, training=False)
     raise ConfigError(
-        f"teacher.model = {folder!r} is neither a run folder ({_RUN}) nor a Hugging Face folder ({_PUBLISHED}): name "
+        f"{key} = {folder!r} is neither a run folder ({_RUN}) nor a Hugging Face folder ({_PUBLISHED}): name "
         "one that a run of Terrace or save_pretrained has left"
     )
+
+
+def teacher_model(folder: str) -> ModelConfig:
+    """The model in a teacher's folder. Raises as `model_in`."""
+    return model_in(folder, "teacher.model")
+
+
+def check_same_tokens(own: ModelConfig, other: ModelConfig, named: str) -> None:
+    """Raise `ModelError` unless `other`, which `named` names, has probabilities of the same tokens as `own`."""
+    if has_scalar_head(other):
+        raise ModelError(f"{named} has one output a token, a score: name a language model")
+    mine, its = vocabulary_size(own), vocabulary_size(other)
+    if mine != its:
+        raise ModelError(
+            f"{named} has a vocabulary of {its:,} tokens, and the model one of {mine:,}: a student learns "
+            "probabilities of the same tokens: name a teacher with its tokenizer and vocabulary"
+        )

@@ -25,7 +25,6 @@ from torch import Tensor
 from terrace.base.errors import CheckpointError, TrainingError
 from terrace.base.files import write_atomic
 from terrace.base.words import counted, quantity
-from terrace.checkpoint.layout import latest
 from terrace.data.batches import Batches, Ids
 from terrace.model.facts import vocabulary_size
 from terrace.model.loss_chunks import chunk_rows, slices
@@ -37,6 +36,7 @@ from terrace.runtime.head import cap_
 from terrace.runtime.hidden import OutputMatrix
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
+from terrace.train.weights import version_of
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -216,19 +216,6 @@ def _facts(run: RunConfig, batches: Batches, sources: Ids, samples: Ids) -> dict
         "data": [source.facts() for source in batches.sources],
         "samples": sha256(_keys(sources, samples).tobytes()).hexdigest(),
     }
-
-
-def version_of(folder: str) -> list[str]:
-    """What changes when other values are written to the folder of a model: texts that are only compared.
-
-    A run folder has the digest of its newest checkpoint's manifest, which has those of all values; a Hugging Face
-    folder, sizes and times of its files.
-    """
-    path = Path(folder)
-    if (newest := latest(path)) is not None:
-        return [newest.name, sha256((newest / "manifest.json").read_bytes()).hexdigest()]
-    stats = [(each.name, each.stat()) for each in sorted(path.glob("*.safetensors"))]
-    return [f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats]
 
 
 def _kept_facts(folder: Path) -> dict[str, Any] | None:

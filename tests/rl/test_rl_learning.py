@@ -46,6 +46,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "dapo": {"overlong_window": 2},
     "gspo": {"clip_low": 0.2, "clip_high": 0.2},
     "cispo": {"importance_bound": 2.0, "entropy": 0.001},
+    "distill": {},
     "safe-rlhf": {"kl_coefficient": 0.01, "cost_threshold": 0.2, "multiplier_rate": 0.5, "multiplier_largest": 5.0},
 }
 
@@ -213,7 +214,11 @@ def learned(name: str, num_steps: int = 25, shuffle: bool = False) -> tuple[list
 FEW = ("ppo", "grpo", "remax")
 
 
-@pytest.mark.parametrize("name", [*FEW, *nightly(*(name for name in CONTROLLERS if name not in (*FEW, "safe-rlhf")))])
+REWARDED = tuple(name for name in CONTROLLERS if name != "distill")
+OTHERS = tuple(name for name in REWARDED if name not in (*FEW, "safe-rlhf"))
+
+
+@pytest.mark.parametrize("name", [*FEW, *nightly(*OTHERS)])
 def test_every_algorithm_raises_the_reward(name: str) -> None:
     steps, setup = learned(name)
     # DAPO's penalty, from 0 to -1, is in the rewards.
@@ -243,7 +248,7 @@ def test_the_policy_that_drew_is_not_scored_again() -> None:
 
 
 @pytest.mark.parametrize("place", ["reward", "loss"])
-@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.parametrize("name", REWARDED)
 def test_kl_counts_once_and_where_it_is_asked_for(name: str, place: str) -> None:
     def columns(coefficient: float) -> dict[str, Tensor]:
         where: dict[str, Any] = {"kl": place, "kl_estimator": "k2"} if coefficient else {}
@@ -257,6 +262,23 @@ def test_kl_counts_once_and_where_it_is_asked_for(name: str, place: str) -> None
     without, counted = columns(0.0), columns(0.1)
     in_reward = not torch.equal(without["advantages"], counted["advantages"])
     assert (in_reward, "kl_weight" in counted) == (place == "reward", place == "loss")
+
+
+def test_a_distilled_policy_comes_near_its_reference_and_no_reward_moves_it() -> None:
+    setup = setup_of("distill")
+    reference = Table("distill")
+    reference.theta.data = torch.sin(torch.arange(LENGTH * VOCAB).view(LENGTH, VOCAB).float())
+    setup = replace(setup, roles=replace(setup.roles, reference=reference, rewards=()))
+    reference.logprobs = lambda rows: Rows({"reference": reference._logprobs(rows)})  # type: ignore[method-assign]
+    steps = list(islice(CONTROLLERS["distill"](setup), 25))
+
+    def kl() -> float:
+        own, other = (table.theta.detach().log_softmax(-1) for table in (setup.roles.actor, reference))
+        return float((own.exp() * (own - other)).sum(-1).mean())
+
+    assert steps[0]["actor/kl"] > 0.1
+    assert kl() < 0.02, "over all tokens, not only those that were drawn"
+    assert {step["reward/mean"] for step in steps} == {0.0}
 
 
 def test_rewards_of_others_teach_nothing() -> None:
@@ -309,7 +331,7 @@ def test_an_aggregation_over_a_constant_length_knows_it() -> None:
     assert aggregation_of(algorithm_of({"name": "dr-grpo"}), 7) == Aggregation("seq-mean-token-sum-norm", 7)
 
 
-@pytest.mark.parametrize("name", CONTROLLERS)
+@pytest.mark.parametrize("name", REWARDED)
 def test_groups_of_one_are_refused_where_they_would_teach_nothing(name: str) -> None:
     """By what the algorithm makes of a group of one, a run with it is refused or not."""
     seen = list[Ragged]()

@@ -195,6 +195,8 @@ def test_the_file_of_a_run_comes_back_as_it_was() -> None:
             ConfigError,
             "needs the reference",
         ),
+        ("sort", {"algorithm": {"name": "distill"}}, ConfigError, "run.reference = true: .* give its folder, as --run"),
+        ("sort", {"run": {"reference": "nowhere"}}, ConfigError, "run.reference = .*nowhere' is neither a run folder"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

@@ -21,6 +21,14 @@ def test_the_task_is_learned_by_its_rewards_alone(name: str, tmp_path: Path) -> 
     assert passed, words
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_policy_comes_near_another_by_distillation(seed: int, tmp_path: Path) -> None:
+    passed, words = verdict("distill", BARS["distill"], learned("distill", BARS["distill"], seed, tmp_path))
+    assert passed, words
+
+
 def test_every_algorithm_is_judged_as_in_its_paper() -> None:
     """Clips that never hold would make GSPO another algorithm: those of tokens are 500 times those of responses."""
     for name, bar in BARS.items():

@@ -18,6 +18,9 @@ from torch import Tensor
 
 from terrace.base.schema import merge
 from terrace.checkpoint.reading import Checkpoint
+from terrace.model.blocks import block_specs
+from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.init import initial_value
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.controllers.controllers import CONTROLLERS
 from terrace.rl.making import started
@@ -44,7 +47,7 @@ SAFE = {
     "cost": {"function": "terrace.rl.sort_task:length_cost"},
 }
 MORE = {"safe-rlhf": SAFE}
-TOKEN_MEAN = ("ppo", "reinforce++", "reinforce++-baseline", "dapo", "cispo", "safe-rlhf")
+TOKEN_MEAN = ("ppo", "reinforce++", "reinforce++-baseline", "dapo", "cispo", "safe-rlhf", "distill")
 OF_STANDARD_GROUPS = ("grpo", "dapo", "gspo", "cispo")
 
 
@@ -143,9 +146,16 @@ def of_gae(outcome: float, values: list[float]) -> list[float]:
 
 
 def advantages_of(
-    name: str, start: Parameters, texts: list[tuple[list[int], list[int]]], values: list[list[list[float]]]
+    name: str,
+    start: Parameters,
+    texts: list[tuple[list[int], list[int]]],
+    values: list[list[list[float]]],
+    teacher: Parameters,
 ) -> list[Tensor]:
     """By token of each response, for a whole step."""
+    if name == "distill":
+        with torch.no_grad():
+            return [logprobs(teacher, *text) - logprobs(start, *text) for text in texts]
     rewards = [reward_of(response) for _, response in texts]
     groups = [[y for y, (other, _) in zip(rewards, texts, strict=True) if other == prompt] for prompt, _ in texts]
     lengths = [len(response) for _, response in texts]
@@ -224,9 +234,24 @@ def texts_of(parts: list[tuple[Rows, tuple[str, ...]]]) -> Iterator[tuple[list[i
             yield prompt.tolist(), response.tolist()
 
 
+def teacher_in(folder: Path) -> Parameters:
+    """The parameters of a model of the same sizes and another seed, written to a folder."""
+    config = resolve("sort", None, {}, KEYS).model
+    values = {
+        (spec.name, one.name): initial_value(config, spec.name, one.name, one.shape, 7)
+        for spec in block_specs(config)
+        for one in spec.params
+    }
+    write_pretrained(folder, config, lambda block, name: values[block, name], "fp32")
+    return {key: value.float().double() for key, value in values.items()}
+
+
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_step_on_the_task_equals_its_formulas(name: str, tmp_path: Path) -> None:
-    table = merge(merge(KEYS, {"algorithm": {"name": name}}), MORE.get(name, {}))
+    table, teacher = merge(merge(KEYS, {"algorithm": {"name": name}}), MORE.get(name, {})), dict[Any, Tensor]()
+    if name == "distill":  # no reward at all, and a reference that is another model
+        teacher = teacher_in(tmp_path / "teacher")
+        table = merge(table, {"reward": [], "run": {"reference": str(tmp_path / "teacher")}})
     config, task = resolve("sort", None, {}, table), SortPrompts(0)
     inputs = RunInputs(config=config, prompts=task, tokenizer=SortTokenizer(), stops=frozenset({END}))
     with InlineRuntime() as runtime:
@@ -246,7 +271,7 @@ def test_a_step_on_the_task_equals_its_formulas(name: str, tmp_path: Path) -> No
         alike = Counter((tuple(prompt), reward_of(response)) for prompt, response in texts)
         assert all(num < of_prompt[prompt] for (prompt, _), num in alike.items()), "groups of equal rewards leave"
     values = [[row.tolist() for row in critic.found[0].ragged("values").rows()] for critic in critics]
-    advantages = advantages_of(name, before, texts, values)
+    advantages = advantages_of(name, before, texts, values, teacher)
     given = torch.cat([rows.ragged("advantages").values for rows, _ in actor.updates])
     torch.testing.assert_close(given.double(), torch.cat(advantages), rtol=1e-5, atol=1e-5)
     wanted, unbounded = (stepped(name, before, texts, advantages, clips) for clips in (True, False))

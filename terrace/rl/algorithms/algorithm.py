@@ -25,10 +25,11 @@ Name = Literal[
     "gspo",
     "cispo",
     "safe-rlhf",
+    "distill",
 ]
 Form = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"]
 Estimator = Literal["k1", "k2", "k3"]
-Baseline = Literal["group", "batch", "greedy", "critic"]
+Baseline = Literal["group", "batch", "greedy", "critic", "reference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,8 @@ class Traits:
     """Properties of an algorithm that do not depend on its hyperparameters.
 
     `baseline` is what a reward is compared with: the other responses to its prompt (group), the other responses of the
-    step (batch), the greedy response to its prompt (greedy), or a critic's value (critic). `paper` holds the paper's
+    step (batch), the greedy response to its prompt (greedy), or a critic's value (critic). With "reference" nothing is
+    compared: the reference's log-probabilities are the rewards, of each token its own. `paper` holds the paper's
     hyperparameters where they differ from the defaults of `Algorithm`.
     """
 
@@ -51,6 +53,10 @@ class Traits:
     @property
     def has_critic(self) -> bool:
         return self.baseline == "critic"
+
+    @property
+    def is_distilled(self) -> bool:
+        return self.baseline == "reference"
 
 
 _KL_IN_REWARD = {"kl": "reward", "kl_estimator": "k1"}
@@ -81,6 +87,7 @@ TRAITS: Mapping[str, Traits] = {
     "safe-rlhf": Traits(
         baseline="critic", paper={**_KL_IN_REWARD, "value_clip": 0.2}, has_token_rewards=True, has_cost=True
     ),
+    "distill": Traits(baseline="reference", paper={**_KL_IN_REWARD, "kl_coefficient": 1.0}),
 }
 assert set(TRAITS) == set(get_args(Name)), "each algorithm has a row"
 
@@ -146,12 +153,28 @@ class Algorithm:
                 f"algorithm.cost_threshold = {self.cost_threshold} with algorithm.name = {self.name!r}: exactly "
                 "safe-rlhf has one"
             )
+        self._check_distilled()
         if self.kl == "loss" and self.kl_estimator == "k1" and self.kl_coefficient:
             raise ConfigError("algorithm.kl_estimator = 'k1' has a gradient of mean 0 as a loss: take k2 or k3")
         for item in fields(self):
             usual = self.traits.paper.get(item.name, item.default)
             if getattr(self, item.name) != usual and (why := self.without_effect(item.name)):
                 raise ConfigError(f"algorithm.{item.name} = {getattr(self, item.name)!r} has no effect {why}")
+
+    def _check_distilled(self) -> None:
+        """Raise `ConfigError` for a reward of tokens whose gradient would not be that of the reverse KL."""
+        if not self.traits.is_distilled:
+            return
+        if not self.kl_coefficient:
+            raise ConfigError(
+                "algorithm.kl_coefficient = 0 under 'distill', which learns from nothing else: leave it out"
+            )
+        for key, needed in {**_KL_IN_REWARD, "kl_target": None}.items():
+            if getattr(self, key) != needed:
+                raise ConfigError(
+                    f"algorithm.{key} = {getattr(self, key)!r} under 'distill', where the k1 of a token is its "
+                    "reward, with a fixed coefficient: leave it out"
+                )
 
     @property
     def traits(self) -> Traits:

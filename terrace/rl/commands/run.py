@@ -74,6 +74,7 @@ from terrace.train.run_folder import (
 )
 from terrace.train.runs import CONFIG, again
 from terrace.train.trackers import check_installed
+from terrace.train.weights import check_values
 
 _OF_NUMBERS = ("run", "plan", "plans")  # sections of a run that may change its numbers
 
@@ -138,6 +139,8 @@ def _checked(config: RlConfig, ray: str | None) -> RunInputs:
     """The inputs of a run, once all of them are checked. Raises the `TerraceError` of the first mistake."""
     inputs = inputs_of(config)
     check_roles(config)
+    if config.reference_folder:
+        check_values(config.reference_folder, config.reference_model, inputs.tokenizer, "run.reference")
     _check_devices(config, ray)
     check_installed(config.run.metrics, "run.metrics")
     for each in config.rewards:

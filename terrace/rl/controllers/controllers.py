@@ -131,6 +131,20 @@ def safe_rlhf(setup: Setup) -> Iterator[Metrics]:
         yield found | learned(setup, rows, mixed(estimated["reward"], estimated["cost"], multiplier.value))
 
 
+def distill(setup: Setup) -> Iterator[Metrics]:
+    """On-policy distillation: the reverse KL to the reference, on the policy's own responses (GKD, Agarwal et al.,
+    2306.13649, section 3.1; MiniLLM, Gu et al., 2306.08543, eq. 1).
+
+    A token's reward is minus its log-ratio to the reference, and its advantage is this reward alone, without those of
+    later tokens (gamma 0): the part of the gradient of least variance ("single-step", MiniLLM, section 2.2). Rewards of
+    responses are measured and do not count.
+    """
+    while True:
+        rows = scored(setup, rewarded(setup, drawn(setup)))
+        kl = rows.ragged("kl")
+        yield learned(setup, rows, kl.with_values(-in_rewards(setup) * kl.values))
+
+
 CONTROLLERS: dict[str, Controller] = {
     "ppo": ppo,
     "grpo": partial(of_groups, estimate=advantages.grpo),
@@ -143,4 +157,5 @@ CONTROLLERS: dict[str, Controller] = {
     "gspo": partial(of_groups, estimate=advantages.grpo),
     "cispo": dapo,
     "safe-rlhf": safe_rlhf,
+    "distill": distill,
 }

@@ -24,9 +24,9 @@ def drawn(setup: Setup) -> Rows:
 
 
 def rewarded(setup: Setup, rows: Rows) -> Rows:
-    """Add `reward`, the weighted sum of all rewards, and each as `score/NUMBER` if there are several."""
+    """Add `reward`, the weighted sum of all rewards, 0 without any; and each as `score/NUMBER` if there are several."""
     parts = [(weight, role.rewards(rows).tensor("reward")) for weight, role in setup.roles.rewards]
-    total = torch.stack([weight * part for weight, part in parts]).sum(0)
+    total = torch.stack([torch.zeros(len(rows)), *(weight * part for weight, part in parts)]).sum(0)
     several = {f"score/{number}": part for number, (_, part) in enumerate(parts)} if len(parts) > 1 else {}
     return rows | Rows({"reward": total, **several})
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrace.accelerator import HOST, TYPE
-from terrace.checkpoint.reading import Checkpoint
 from terrace.checkpoint.writing import save
 from terrace.comm.process_group import rank_device
 from terrace.launch.world import World
@@ -22,7 +21,6 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import to_table
 from terrace.model.decoder import build_blocks
 from terrace.model.facts import is_dense
-from terrace.model.hf.pretrained import Pretrained
 from terrace.model.init import initial_value
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from terrace.rl.algorithms.aggregation import Aggregation
@@ -36,6 +34,7 @@ from terrace.runtime.engine import Engine
 from terrace.runtime.model_state import InitialValue
 from terrace.runtime.objective import Objective
 from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
+from terrace.train.weights import values_in
 
 TEXTS = ("prompts", "responses", "emitted")  # columns from which micro-batches are made
 ALL = ("*",)  # pattern of all parameters
@@ -82,17 +81,8 @@ def _initial(settings: EngineSettings) -> InitialValue:
     def fresh(block: str, name: str, shape: tuple[int, ...]) -> Tensor:
         return initial_value(settings.model, block, name, shape, settings.seed)
 
-    folder = Path(settings.weights)
-    if not settings.weights:
-        return fresh
-    if (folder / "manifest.json").is_file():
-        read = {(block, name): value for block, name, value in Checkpoint(folder).parameters()}
-        # A critic that starts from a policy has a head that the policy lacks.
-        return lambda block, name, shape: read[block, name] if (block, name) in read else fresh(block, name, shape)
-    pretrained = Pretrained(folder, settings.model)
-    return lambda block, name, shape: (
-        pretrained.value(block, name) if (block, name) in pretrained else fresh(block, name, shape)
-    )
+    # A critic that starts from a policy has a head that the policy lacks.
+    return values_in(settings.weights, settings.model, fresh) if settings.weights else fresh
 
 
 def device_of(settings: EngineSettings) -> torch.device:
