@@ -6,6 +6,7 @@ batches and learning rates, with several seeds:
 
     alone        by the labels
     taught       by the teacher beside every step
+    mixed        as taught, with rows mixed in pairs (MixKD)
     likeliest    by 64 kept tokens of each position, 48 of them its likeliest, found before the first step
 
 Compared is the cross entropy of held-out text after the last step, which no run has as its loss, and of the last two
@@ -31,7 +32,9 @@ from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.learning import Held, Job, Result, parser_of, tokens
 
 TEACHER = "teacher"
-ALONE, TAUGHT, LIKELIEST = "alone", "taught", "likeliest"
+ALONE, TAUGHT, MIXED, LIKELIEST = "alone", "taught", "mixed", "likeliest"
+BETA = 0.4  # of the shares of mixed rows, as in the paper
+WIDE, HEADS = 160, 4  # hidden size of the model of `make train`; heads of others
 DISTILL = ("--train.objective", "distill")
 TARGET, NEAR = -0.01, 0.003
 HELD_OUT = 256  # sequences
@@ -52,13 +55,23 @@ def words_of(job: Job, teacher: Path, settings: Sequence[str]) -> list[str]:
     common += ["--train.steps", str(job.steps), "--train.batch", str(job.batch), "--train.sequence", str(job.sequence)]
     common += ["--data.holdout", str(HELD_OUT), "--train.eval_every", str(job.steps), "--train.eval_batches", "0"]
     common += ["--train.seed", str(job.seed), "--optimizer.lr", str(job.lr)]
+    if job.hidden != WIDE:
+        common += sizes_words(job.hidden)
     if job.variant == TEACHER:
         return common
     common += ["--model.num_hidden_layers", str(job.layers)]
     if job.variant == ALONE:
         return common
     common += [*DISTILL, "--teacher.model", str(teacher), "--teacher.plan", "ddp", *settings]
-    return common + (["--teacher.top_k", "64"] if job.variant == LIKELIEST else [])
+    more = {LIKELIEST: ["--teacher.top_k", "64"], MIXED: ["--teacher.mix", str(BETA)]}
+    return common + more.get(job.variant, [])
+
+
+def sizes_words(hidden: int) -> list[str]:
+    """The words that give a model this hidden size."""
+    sizes = {"hidden_size": hidden, "num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+    sizes |= {"intermediate_size": 4 * hidden}
+    return [word for name, size in sizes.items() for word in (f"--model.{name}", str(size))]
 
 
 def terrace(*words: str) -> str:
@@ -87,7 +100,8 @@ def run(job: Job, folder: Path, teacher: Path, settings: Sequence[str]) -> Found
 def claims_of(found: dict[tuple[str, int], Found]) -> list[Claim]:
     """How the teacher changes the cross entropy, and the likeliest tokens the loss, over the seeds with both runs."""
     claims = list[Claim]()
-    for variant, rival, of, goal in ((TAUGHT, ALONE, "loss", TARGET), (LIKELIEST, TAUGHT, "own", NEAR)):
+    compared = ((TAUGHT, ALONE, "loss", TARGET), (MIXED, ALONE, "loss", float("inf")), (LIKELIEST, TAUGHT, "own", NEAR))
+    for variant, rival, of, goal in compared:
         seeds = [seed for name, seed in found if name == variant and (rival, seed) in found]
         changes = [getattr(found[variant, seed], of) / getattr(found[rival, seed], of) - 1 for seed in seeds]
         if variant == LIKELIEST:
@@ -101,7 +115,7 @@ def claims_of(found: dict[tuple[str, int], Found]) -> list[Claim]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; with --check return 1 when a target is missed."""
-    parser = parser_of(__doc__, (ALONE, TAUGHT, LIKELIEST), hidden=160, lr=2.5e-3)
+    parser = parser_of(__doc__, (ALONE, TAUGHT, MIXED, LIKELIEST), hidden=160, lr=2.5e-3)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--teacher", type=Path, help="a run folder or a Hugging Face folder; by default one is trained")
     parser.add_argument("--teacher-steps", type=int, help="steps of the teacher; by default those of a student")

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from bench.claims import Claim, judge, options_for_claims, print_table
-from bench.distillation import DISTILL, terrace, trained
+from bench.distillation import DISTILL, sizes_words, terrace, trained
 from bench.learning import Held, Job, Result, parser_of, tokens
 from terrace.model.blocks import block_specs
 from terrace.model.hf.pretrained import write_pretrained
@@ -44,7 +44,6 @@ ALONE, TAUGHT, MAGNITUDE = "alone", "taught", "magnitude"
 WHOLE = "whole"
 TARGET = 0.03
 HELD_OUT = 256  # sequences
-HEADS = 4
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,7 @@ def words_of(options: argparse.Namespace, steps: int, seed: int, lr: float) -> l
 
 
 def whole_words(options: argparse.Namespace) -> list[str]:
-    sizes = {"hidden_size": options.hidden, "num_hidden_layers": options.layers, "num_attention_heads": HEADS}
-    sizes |= {"num_key_value_heads": HEADS, "intermediate_size": 4 * options.hidden}
-    keys = [word for name, size in sizes.items() for word in (f"--model.{name}", str(size))]
+    keys = [*sizes_words(options.hidden), "--model.num_hidden_layers", str(options.layers)]
     return words_of(options, options.whole_steps, 0, options.lr) + keys
 
 

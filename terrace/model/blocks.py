@@ -36,9 +36,9 @@ def _spec(name: str, operations: Operations, tied_to: tuple[int, ...] = ()) -> B
     return BlockSpec(name=name, params=params_of(operations), tied_to=tied_to, declared=operations)
 
 
-def with_loss_beside(blocks: Sequence[BlockSpec], other: ModelConfig) -> tuple[BlockSpec, ...]:
+def with_loss_beside(blocks: Sequence[BlockSpec], other: ModelConfig, num_labels: int = 1) -> tuple[BlockSpec, ...]:
     """`blocks` whose loss also computes the logits of another model, from its hidden states."""
-    return _with_loss(blocks, beside=other.hidden_size)
+    return _with_loss(blocks, beside=other.hidden_size, num_labels=num_labels)
 
 
 def reading_hidden(blocks: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:

@@ -36,6 +36,17 @@ def scaled(rows: Tensor, scale: float) -> Tensor:
     return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype)
 
 
+def other_of_pair(rows: Tensor) -> Tensor:
+    """Rows (B, ...) in which 2i and 2i + 1 have changed places. B must be even."""
+    return rows.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+
+
+def mixed(hidden: Tensor, mix: Tensor) -> Tensor:
+    """Embeddings (B, S, H) in which a row has the share `mix` (B) of itself, and the rest of the other of its pair."""
+    own = mix.to(hidden.dtype)[:, None, None]
+    return own * hidden + (1 - own) * other_of_pair(hidden)
+
+
 class Embedding(nn.Module):
     """Token embedding, (B, S) int64 to (B, S, H), plus learned positions if the model has them."""
 
@@ -47,13 +58,17 @@ class Embedding(nn.Module):
         if config.learned_positions:
             self.positions = nn.Parameter(torch.empty(config.max_positions, config.hidden_size, **where))
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Embed tokens (B, S) at `positions` (B, S), by default 0 .. S-1.
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mix: Tensor | None = None) -> Tensor:
+        """Embed tokens (B, S) at `positions` (B, S), by default 0 .. S-1; with `mix` (B), pairs of rows mixed.
 
         Raises `ModelError` for a position beyond the learned ones.
         """
-        hidden = scaled(F.embedding(tokens, self.weight), self.scale)  # (B, S, H)
-        return self.placed(hidden, tokens, positions)
+        hidden = self.looked_up(tokens)
+        return self.placed(hidden if mix is None else mixed(hidden, mix), tokens, positions)
+
+    def looked_up(self, tokens: Tensor) -> Tensor:
+        """Embeddings (B, S, H) of tokens (B, S), without learned positions."""
+        return scaled(F.embedding(tokens, self.weight), self.scale)
 
     def placed(self, hidden: Tensor, tokens: Tensor, positions: Tensor | None) -> Tensor:
         """Add learned positions, if any, to the embeddings `hidden` (B, S, H) of tokens (B, S). Raises as `forward`."""

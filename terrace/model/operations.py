@@ -225,7 +225,8 @@ class Loss(Operation):
     """Logits and cross-entropy of each token. Not `owns`: the matrix belongs to another block (tied).
 
     With `beside`, the hidden size of another model, the loss also computes that model's logits of each token, without
-    gradients. If it `only_reads`, the hidden states that enter the output matrix are read, and there are no logits.
+    gradients. If it `only_reads`, the hidden states that enter the output matrix are read, and there are no logits. A
+    token of mixed rows has a label of each (`num_labels` 2).
     """
 
     weight: str
@@ -234,11 +235,14 @@ class Loss(Operation):
     cap: float = 0.0  # of logits; 0: none
     beside: int = 0
     only_reads: bool = False
+    num_labels: int = 1
 
     @property
     def numbers(self) -> int:
-        """Numbers of each token that tensor ranks exchange: 3 of its own logits, 4 of those of another model."""
-        return 0 if self.only_reads else 3 + 4 * (self.beside > 0)
+        """Numbers of each token that tensor ranks exchange: the logit of each label and 2 of all its own logits, and 4
+        of those of another model.
+        """
+        return 0 if self.only_reads else self.num_labels + 2 + 4 * (self.beside > 0)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ class Batch:
     of the same shape: weight of each token in router losses (`shares_of`), only for a part of rows. `columns`, of the
     labels' shape, or with further dims: further inputs of a loss. `weights`, fp64 of the labels' shape: what each
     counted label adds to the divisor of the loss, 1 by default (terrace.runtime.objective); `shares` already include
-    them.
+    them. `mix`, fp64 (B) with B even: rows 2i and 2i + 1 are mixed where they are embedded; a row has this share of
+    itself and the rest of the other, and of a loss of mixed rows (terrace.runtime.distilled) the labels likewise.
     """
 
     inputs: Tensor
@@ -40,6 +41,7 @@ class Batch:
     columns: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
     weights: Tensor | None = field(default=None, kw_only=True)
     reads: Tensor | None = field(default=None, kw_only=True)
+    mix: Tensor | None = field(default=None, kw_only=True)
 
     def to(self, device: torch.device) -> "Batch":
         """Copy to a device; from pinned memory without blocking the host."""

@@ -6,6 +6,11 @@ and a weight w, a token's loss and its gradient are
     L = (1 - w) (log sum exp x - x[l])  +  w T^2 sum p (log p - log q)
     dL/dx = (1 - w) (softmax(x) - onehot(l))  +  w T (q - p)
 
+Where rows are mixed in pairs (MixKD, Liang et al., arXiv 2011.00593, section 3), both models embed a share s of a row
+and 1 - s of another, and a token has the labels of both: the first term is the mean of their cross entropies with these
+shares. A label that is ignored takes its share of both terms with it. Every label of a pair has a whole share in all,
+so the divisor of the loss stays the number of labels.
+
 The factor T^2 keeps the size of the second gradient when T changes. Neither model's logits are ever whole: a chunk of
 tokens has both, and its gradient is known at once, so all products run in the BACKWARD of the last block
 (terrace.runtime.head). From the teacher, a token has its hidden state of H numbers, or k kept tokens.
@@ -18,7 +23,8 @@ in proportion to their probabilities. With r = 1 - the sum of p over A, the seco
 and p in the gradient by p_i in A and r / m for each draw. Both estimates are unbiased (Anshumann et al., 2503.16870).
 One outcome for all tokens outside A would give a lower bound instead, which is further off at a higher temperature.
 
-Shape legend: N tokens, n tokens of a part, B rows, S tokens of a row, H hidden, V vocabulary, k tokens kept.
+Shape legend: N tokens, n tokens of a part, B rows, S tokens of a row, H hidden, V vocabulary, k tokens kept, L labels
+of a token: 2 where rows are mixed, else 1.
 """
 
 from collections.abc import Callable
@@ -29,7 +35,7 @@ from torch import Tensor, nn
 
 from terrace.base.errors import ModelError
 from terrace.model import decoder
-from terrace.model.decoder import IGNORE_INDEX
+from terrace.model.decoder import IGNORE_INDEX, other_of_pair
 from terrace.model.loss_chunks import part_rows, slices
 from terrace.runtime.batch import Batch
 from terrace.runtime.head import cap_, loss_and_gradients
@@ -82,12 +88,14 @@ class Blend:
 class Distilled(TokenObjective):
     """The loss of a batch with a column of the teacher's; without one, as in an evaluation, cross entropy alone.
 
-    `matrix` is the teacher's output matrix for batches with hidden states, set before each step.
+    `matrix` is the teacher's output matrix for batches with hidden states, set before each step. `num_labels` is that
+    of the declared loss.
     """
 
     blend: Blend = field(default_factory=lambda: Blend(weight=1.0, temperature=1.0))
     matrix: OutputMatrix = field(default_factory=OutputMatrix)
     sums: Sums = field(default_factory=Sums)
+    num_labels: int = 1
 
     def __call__(self, module: nn.Module, inputs: Tensor, batch: Batch) -> Tensor:
         """Run the last block and the loss on the block's input; the vocabulary is cut over tensor ranks."""
@@ -98,9 +106,9 @@ class Distilled(TokenObjective):
         if HIDDEN not in batch.columns:
             # Padded to the messages that the program declares.
             given = module.weight, batch.labels, module.part, module.ranks, module.cap
-            return vocabulary_losses(hidden, *given, unused=4).sum()
+            return vocabulary_losses(hidden, *given, unused=3 + self.num_labels).sum()
         entropies, divergences = vocabulary_divergences(
-            hidden, student, batch.columns[HIDDEN], self.matrix, batch.labels, self.blend.temperature, module.ranks
+            hidden, student, batch.columns[HIDDEN], self.matrix, *labels_of(batch), self.blend.temperature, module.ranks
         )
         entropy, divergence = entropies.sum(), divergences.sum()
         self.sums.add(entropy, divergence, batch.labels)
@@ -113,11 +121,11 @@ class Distilled(TokenObjective):
 
         def run(inputs: Tensor, batch: Batch, scale: float) -> Tensor:
             hidden: Tensor = module.entering(inputs)  # (B, S, H)
-            flat, labels = hidden.detach().flatten(0, 1), batch.labels.flatten()
+            flat, (labels, shares) = hidden.detach().flatten(0, 1), labels_of(batch)
             targets, found = self._targets(batch), torch.zeros(2, dtype=torch.float64, device=flat.device)
 
             def to_gradient(logits: Tensor, tokens: Tensor, scale: float) -> Tensor:
-                found.add_(gradient_(logits, labels[tokens], tokens, targets, self.blend, scale))
+                found.add_(gradient_(logits, labels[tokens], shares[tokens], tokens, targets, self.blend, scale))
                 return found.new_zeros(())
 
             # A chunk's tokens by index, since its labels are not all that the gradient reads.
@@ -126,7 +134,7 @@ class Distilled(TokenObjective):
             of_weight = () if rest is None else ((module.weight, rest),)
             roots, gradients = zip((hidden, gradient.view_as(hidden)), *of_weight, strict=True)
             torch.autograd.backward(roots, gradients)
-            self.sums.add(found[0], found[1], labels)
+            self.sums.add(found[0], found[1], batch.labels)
             return self.blend.loss(found[0], found[1])
 
         return run
@@ -137,9 +145,20 @@ class Distilled(TokenObjective):
         return of_top_tokens(batch.columns[IDS].flatten(0, 1), batch.columns[LOG_PROBS].flatten(0, 1))
 
 
-def distilled(blend: Blend) -> Distilled:
-    """The objective of a student."""
-    return Distilled(cross_entropy, blend=blend)
+def distilled(blend: Blend, num_labels: int = 1) -> Distilled:
+    """The objective of a student; with two labels of a token, for batches whose rows are mixed."""
+    return Distilled(cross_entropy, blend=blend, num_labels=num_labels)
+
+
+def labels_of(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Labels of each token and their shares, (N, L) each; a label that is ignored has the share 0."""
+    labels = batch.labels.unsqueeze(-1)
+    shares = torch.ones_like(labels, dtype=torch.float64)
+    if batch.mix is not None:
+        own = batch.mix[:, None, None].expand_as(labels)
+        labels, shares = torch.cat([labels, other_of_pair(labels)], -1), torch.cat([own, 1 - own], -1)
+    shares = shares.masked_fill(labels == IGNORE_INDEX, 0.0)
+    return labels.flatten(0, 1), shares.flatten(0, 1)
 
 
 def of_hidden(hidden: Tensor, matrix: OutputMatrix, temperature: float) -> Targets:
@@ -174,15 +193,21 @@ def of_top_tokens(ids: Tensor, log_probs: Tensor) -> Targets:
 
 
 def gradient_(
-    logits: Tensor, labels: Tensor, tokens: Tensor, targets: Targets, blend: Blend, scale: float = 1.0
+    logits: Tensor,
+    labels: Tensor,
+    shares: Tensor,
+    tokens: Tensor,
+    targets: Targets,
+    blend: Blend,
+    scale: float = 1.0,
 ) -> Tensor:
-    """Replace logits (n, V) by `scale` times the gradient of the loss, in place.
+    """Replace logits (n, V) by `scale` times the gradient of the loss, in place; labels and shares are (n, L).
 
     Returns the sums of the cross entropies and of the divergences over tokens that count, (2) in fp64.
     """
     wide, t, w = torch.promote_types(logits.dtype, torch.float32), blend.temperature, blend.weight
-    counted = labels != IGNORE_INDEX
-    at = labels.masked_fill(~counted, 0).unsqueeze(-1)
+    at, shares = labels.masked_fill(labels == IGNORE_INDEX, 0), shares.to(wide)
+    whole = shares.sum(-1, keepdim=True)
     found = logits.new_empty(2, len(logits), dtype=wide)
     for rows in slices(len(logits), part_rows(len(logits), logits.shape[1], logits.device.type, _OPERANDS)):
         x = logits[rows].to(wide)
@@ -192,8 +217,9 @@ def gradient_(
         # A token of probability 0 has the log-probability -inf, and 0 x inf would be NaN.
         found[1, rows] = log_p.clamp_(min=torch.finfo(wide).min).sub_(log_q).mul_(p).sum(-1)
         hard = torch.log_softmax(x, -1)
-        found[0, rows] = -hard.gather(-1, at[rows]).squeeze(-1)
-        hard.exp_().scatter_add_(-1, at[rows], hard.new_full((1, 1), -1.0).expand_as(at[rows]))
-        gradient = hard.mul_(1.0 - w).add_(q.sub_(p), alpha=w * t)
-        logits[rows] = gradient.mul_(counted[rows].unsqueeze(-1) * scale)
-    return found.masked_fill_(~counted, 0.0).sum(1, dtype=torch.float64)
+        found[0, rows] = -(hard.gather(-1, at[rows]) * shares[rows]).sum(-1)
+        hard.exp_().mul_(whole[rows]).scatter_add_(-1, at[rows], -shares[rows])
+        soft = q.sub_(p).mul_(whole[rows])
+        logits[rows] = hard.mul_(1.0 - w).add_(soft, alpha=w * t).mul_(scale)
+    found[1] *= whole.squeeze(-1)
+    return found.masked_fill_(whole.squeeze(-1) == 0, 0.0).sum(1, dtype=torch.float64)

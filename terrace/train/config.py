@@ -56,7 +56,7 @@ class RunConfig:
         """Block specs with frozen parameters marked, and adapters if the run has any."""
         specs = with_exchanged_choices(self.balance, block_specs(self.model))
         if self.teacher.is_online:
-            specs = with_loss_beside(specs, teacher_model(self.teacher.model))
+            specs = with_loss_beside(specs, teacher_model(self.teacher.model), self.teacher.num_labels)
         return freeze(specs if self.lora is None else with_adapters(specs, self.lora), self.train.freeze)
 
     @property

@@ -7,13 +7,14 @@ groups. Offline, it runs once over every sample of the run, before the first ste
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+import numpy as np
 import torch
 
-from terrace.data.batches import Batches
+from terrace.data.batches import Batches, micros_of_rank
 from terrace.model.decoder import build_blocks
 from terrace.program.report import StepReport, together
 from terrace.runtime.batch import Batch
@@ -73,7 +74,8 @@ class Taught(Learning):
 
     def __init__(self, run: RunConfig, batches: Batches) -> None:
         super().__init__(run, batches)
-        self._loss = distilled(Blend(weight=run.teacher.weight, temperature=run.teacher.temperature))
+        blend = Blend(weight=run.teacher.weight, temperature=run.teacher.temperature)
+        self._loss = distilled(blend, run.teacher.num_labels)
         self._beside: list[ForwardBeside] = []  # online
         self._kept: list[TopTokens] = []  # offline
 
@@ -114,7 +116,25 @@ class Taught(Learning):
             return lambda step: self._with_top_tokens(step, made.step(step))
         (beside,) = self._beside
         own = MicroBatches(self._batches, beside.engine.program, beside.engine.rank, pinned=False)
-        return lambda step: made.step(step)._replace(beside=own.step(step).micros)
+        degree, size = beside.engine.program.layout.data_degree, beside.engine.program.plan.micro_batch
+        place = beside.engine.program.layout.data_rank(beside.engine.rank)
+
+        def both(step: int) -> StepBatches:
+            mine, its = made.step(step), own.step(step).micros
+            micros = self._mixed(step, mine.micros, *self._place, self._run.plan.micro_batch)
+            return mine._replace(micros=micros, beside=self._mixed(step, its, place, degree, size))
+
+        return both
+
+    def _mixed(self, step: int, micros: Sequence[Batch], place: int, degree: int, size: int) -> list[Batch]:
+        """The micro-batches of a data rank, with the shares in which their rows are mixed: equal under every plan."""
+        run = self._run
+        if not run.teacher.mix:
+            return list(micros)
+        drawn = np.random.default_rng((run.train.seed, step)).beta(run.teacher.mix, run.teacher.mix, run.rows // 2)
+        shares = torch.from_numpy(drawn).repeat_interleave(2).split(size)
+        numbers = micros_of_rank(run.rows // size, place, degree)
+        return [replace(micro, mix=shares[at]) for micro, at in zip(micros, numbers.tolist(), strict=True)]
 
     def _with_top_tokens(self, step: int, batches: StepBatches) -> StepBatches:
         (kept,), size = self._kept, self._run.plan.micro_batch

@@ -35,7 +35,9 @@ def teacher_plan(run: RunConfig) -> Plan:
     degree = Layout.of(run.cluster, plan).data_degree
     if "micro_batch" not in given and run.rows % degree == 0:
         share = run.rows // degree
-        plan = replace(plan, micro_batch=max(size for size in range(1, run.plan.micro_batch + 1) if share % size == 0))
+        pair = 2 if run.teacher.mix and share % 2 == 0 else 1
+        sizes = range(pair, run.plan.micro_batch + 1, pair)
+        plan = replace(plan, micro_batch=max((size for size in sizes if share % size == 0), default=1))
     return plan
 
 
@@ -81,6 +83,7 @@ def check_teacher(run: RunConfig) -> None:
     _check_positions(run, model)
     if teacher.top_k >= (own := vocabulary_size(run.model)):
         raise ConfigError(f"teacher.top_k = {teacher.top_k} must be below the {own:,} tokens of the vocabulary, or 0")
+    _check_mixed(run, teacher_plan(run))
     _check_places(run, teacher_plan(run))
 
 
@@ -96,6 +99,21 @@ def _check_positions(run: RunConfig, model: ModelConfig) -> None:
             f"train.sequence = {sequence}: beyond {limit} positions the RoPE of {named} depends on the longest row, "
             f"and rows hold several documents: use at most {limit}, whole rows of one document, or another teacher"
         )
+
+
+def _check_mixed(run: RunConfig, plan: Plan) -> None:
+    if not run.teacher.mix:
+        return
+    if run.has_documents:
+        raise ConfigError(
+            f"teacher.mix = {run.teacher.mix} mixes two rows token by token, and here rows hold several documents that "
+            "begin at different places: leave it out, or join documents (data.documents)"
+        )
+    for each, words in ((run.plan, "plan.micro_batch"), (plan, "micro_batch of teacher.plan")):
+        if each.micro_batch % 2:
+            raise PlanError(
+                f"teacher.mix = {run.teacher.mix} mixes rows in pairs, and {words} is {each.micro_batch}: make it even"
+            )
 
 
 def _check_places(run: RunConfig, plan: Plan) -> None:

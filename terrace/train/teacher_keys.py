@@ -25,6 +25,7 @@ class TeacherConfig:
     plan: str = "zero3"  # name or file of the plan of its forward, on the ranks of the run
     weight: float = 0.9  # of its distributions, above 0 and at most 1; the labels have the rest
     temperature: float = 1.0  # by which both models' logits are divided, for its part of the loss; 0.001 to 1000
+    mix: float = 0.0  # rows are mixed in pairs, with shares of Beta(mix, mix); 0: not (MixKD, arXiv 2011.00593)
     top_k: int = 0  # 0: it runs before each step; else k of its tokens a position are found once, before the first
 
     def check(self) -> None:
@@ -38,8 +39,23 @@ class TeacherConfig:
                 f"teacher.temperature = {self.temperature} must be at least {_LEAST:g} and at most {_MOST:g}: logits "
                 "are divided by it"
             )
+        if not 0 <= self.mix <= _MOST:
+            raise ConfigError(
+                f"teacher.mix = {self.mix} must be at least 0 and at most {_MOST:g}: rows are mixed with shares of "
+                "Beta(mix, mix)"
+            )
+        if self.mix and self.top_k:
+            raise ConfigError(
+                f"teacher.mix = {self.mix} with teacher.top_k = {self.top_k}: kept tokens are those of whole rows; "
+                "leave one of them out"
+            )
         if self.top_k < 0:
             raise ConfigError(f"teacher.top_k = {self.top_k} must be 0, or a number of tokens")
+
+    @property
+    def num_labels(self) -> int:
+        """Labels of a token: those of both rows where they are mixed."""
+        return 2 if self.mix else 1
 
     @property
     def is_online(self) -> bool:

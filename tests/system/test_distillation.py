@@ -50,6 +50,7 @@ class Place:
     student: Plan
     teacher: Plan
     moved: dict[str, int]
+    is_mixed: bool = False
 
 
 SQUARE = cluster_of(2, 2)
@@ -75,6 +76,23 @@ PLACES = {
         exact("ddp", SQUARE, mapping=PIPELINE, schedule="1f1b"),
         {},
     ),
+    # Pairs of rows mixed in both models, whose micro-batches have one pair or two.
+    "mixed, both zero3": Place(
+        exact("zero3", SQUARE, micro_batch=2), exact("zero3", SQUARE, micro_batch=2), {}, is_mixed=True
+    ),
+    # Rank 2 reads rows 0 to 3, which ranks 0 and 1 hold, and rank 3 reads 4 to 7, of which rank 2 holds two.
+    "mixed, a student in a pipeline": Place(
+        exact("zero3", SQUARE, mapping=PIPELINE, schedule="1f1b", micro_batch=4),
+        exact("zero3", SQUARE, micro_batch=2),
+        {"package": 2, "node": 4},
+        is_mixed=True,
+    ),
+    "mixed, both in tensor rows": Place(
+        exact("zero3", SQUARE, mapping=TENSOR, micro_batch=2),
+        exact("zero3", SQUARE, mapping=TENSOR, micro_batch=2),
+        {},
+        is_mixed=True,
+    ),
 }
 SELDOM = ("both zero3", "other micro-batches", "both in tensor rows", "both in pipelines")
 
@@ -89,12 +107,18 @@ def blocks_of(table: dict[str, Any], seed: int) -> list[nn.Module]:
     return blocks
 
 
-def rows_of(engine: Engine, step: int) -> list[Batch]:
+def shares_of(step: int) -> Tensor:
+    """The share that each row has of itself: one for the pair."""
+    return torch.rand(ROWS // 2, generator=torch.Generator().manual_seed(step)).double().repeat_interleave(2)
+
+
+def rows_of(engine: Engine, step: int, is_mixed: bool) -> list[Batch]:
     """The micro-batches of a rank."""
     inputs, labels = make_batch(step, ROWS)
     layout, size = engine.program.layout, engine.program.plan.micro_batch
     places = [micro * layout.data_degree + layout.data_rank(engine.rank) for micro in range(engine.program.num_micros)]
-    return [Batch(inputs[size * at : size * (at + 1)], labels[size * at : size * (at + 1)]) for at in places]
+    parts = [slice(size * at, size * (at + 1)) for at in places]
+    return [Batch(inputs[part], labels[part], mix=shares_of(step)[part] if is_mixed else None) for part in parts]
 
 
 def engines(
@@ -106,13 +130,14 @@ def engines(
         degree = Layout.of(cluster, plan).data_degree
         return Workload(cluster=cluster, plan=plan, num_micros=ROWS // (degree * plan.micro_batch), sequence=SEQUENCE)
 
-    objective = distilled(BLEND)
+    num_labels = 2 if place.is_mixed else 1
+    objective = distilled(BLEND, num_labels)
     specs, of_teacher = block_specs(config_of(STUDENT)), block_specs(config_of(TEACHER))
     student = Engine(
         Blocks(
             blocks,
             names=[spec.name for spec in specs],
-            declared=with_loss_beside(specs, config_of(TEACHER)),
+            declared=with_loss_beside(specs, config_of(TEACHER), num_labels),
         ),
         workload(place.student),
         objective,
@@ -142,9 +167,9 @@ def on_rank(world: World, cluster: Cluster, place: Place) -> Found:
     student, beside, objective = engines(world, cluster, place, blocks)
     losses, norms, evaluated = [], [], []
     for step in range(NUM_STEPS):
-        own = rows_of(student, step)
-        evaluated.append(student.evaluate(own).loss)
-        hidden, matrix = beside.run(rows_of(beside.engine, step))
+        evaluated.append(student.evaluate(rows_of(student, step, is_mixed=False)).loss)
+        own = rows_of(student, step, place.is_mixed)
+        hidden, matrix = beside.run(rows_of(beside.engine, step, place.is_mixed))
         objective.matrix.take(matrix)
         if hidden:
             own = [replace(each, columns={HIDDEN: more}) for each, more in zip(own, hidden, strict=True)]
@@ -162,8 +187,10 @@ def on_rank(world: World, cluster: Cluster, place: Place) -> Found:
 
 
 @cache
-def directly() -> tuple[list[float], list[float], Tensor, list[float]]:
+def directly(is_mixed: bool) -> tuple[list[float], list[float], Tensor, list[float]]:
     """The same steps in one process, from whole logits."""
+    if is_mixed:
+        return directly_mixed()
     student, teacher = blocks_of(STUDENT, 0), blocks_of(TEACHER, 1)
     adamw, losses, norms, evaluated, t = make_adamw(trainable(student)), [], [], [], BLEND.temperature
     for step in range(NUM_STEPS):
@@ -184,9 +211,47 @@ def directly() -> tuple[list[float], list[float], Tensor, list[float]]:
     return losses, norms, flatten(student), evaluated
 
 
+def of_mixed(blocks: list[nn.Module], pair: Tensor, share: Tensor) -> Tensor:
+    """Logits (S, V) of the embeddings of two rows (2, S), the first with this share."""
+    own, other = blocks[0](pair)
+    return run_blocks(blocks[1:], (share * own + (1 - share) * other).unsqueeze(0))[0]
+
+
+def directly_mixed() -> tuple[list[float], list[float], Tensor, list[float]]:
+    """Rows are mixed where they are embedded, and a row has the losses of both labels of a token."""
+    student, teacher, t = blocks_of(STUDENT, 0), blocks_of(TEACHER, 1), BLEND.temperature
+    adamw, losses, norms, evaluated = make_adamw(trainable(student)), [], [], []
+    for step in range(NUM_STEPS):
+        tokens, labels = make_batch(step, ROWS)
+        num, shares = (labels != -100).sum(), shares_of(step)
+        hard = F.cross_entropy(run_blocks(student, tokens).transpose(1, 2), labels, reduction="sum") / num
+        evaluated.append(hard.item())
+        loss = torch.zeros(()).double()
+        for row in range(ROWS):
+            other, share = row + 1 - 2 * (row % 2), shares[row]
+
+            pair = tokens[[row, other]]
+            logits = of_mixed(student, pair, share)
+            with torch.no_grad():
+                log_p = torch.log_softmax(of_mixed(teacher, pair, share) / t, -1)
+            soft = (log_p.exp() * (log_p - torch.log_softmax(logits / t, -1))).sum(-1)  # (S)
+            for at, weight in ((row, share), (other, 1 - share)):
+                counted = labels[at] != -100
+                own = F.cross_entropy(logits[counted], labels[at][counted], reduction="sum")
+                both = (1 - BLEND.weight) * own + BLEND.weight * t**2 * soft[counted].sum()
+                loss = loss + weight * both / num
+        adamw.zero_grad()
+        torch.autograd.backward(loss)
+        norms.append(float(nn.utils.clip_grad_norm_(trainable(student), ADAMW.clip)))
+        adamw.step()
+        losses.append(loss.item())
+    return losses, norms, flatten(student), evaluated
+
+
 @pytest.mark.parametrize("name", [*(name for name in PLACES if name not in SELDOM), *nightly(*SELDOM)])
 def test_a_step_equals_plain_torch_with_whole_logits(pool: LocalPool, name: str) -> None:
-    place, wanted = PLACES[name], directly()
+    place = PLACES[name]
+    wanted = directly(place.is_mixed)
     outcomes = pool.run(4, on_rank, SQUARE, place, timeout_s=120.0)
     moved: dict[str, int] = {}
     for losses, norms, parameters, sent, evaluated in outcomes:

@@ -157,15 +157,14 @@ class _SlicedEmbedding(Embedding):
         self.weight, self.positions = whole.weight, whole.positions
         self._part, self._ranks = part, ranks
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def looked_up(self, tokens: Tensor) -> Tensor:
         own, elsewhere = tokens - self._part.start, (tokens < self._part.start) | (tokens >= self._part.stop)
         if self.weight.numel():
             # Embeddings of other shards are zero here; the all-reduce adds them.
             found = F.embedding(own.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         else:
             found = self.weight.new_zeros(*tokens.shape, self.weight.shape[1])
-        hidden = scaled(_summed(found, self._ranks), self.scale)
-        return self.placed(hidden, tokens, positions)
+        return scaled(_summed(found, self._ranks), self.scale)
 
 
 class _SlicedHead(Head):

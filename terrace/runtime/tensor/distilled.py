@@ -1,14 +1,15 @@
 """The divergence from a teacher with both vocabularies split over tensor ranks (terrace.runtime.distilled).
 
-Each rank has the same rows of both output matrices. Seven numbers of a token are exchanged, in one message: of the
-student's logits x the largest m, the sums of e^(x - m) and of e^((x - m) / T), and the label's; of the teacher's y the
-largest n, the sum s of e^((y - n) / T), and c = sum of e^((y - n) / T) (y - x) / T. With Z the sums of all ranks
+Each rank has the same rows of both output matrices. 6 + L numbers of a token are exchanged, in one message: of the
+student's logits x the largest m, the sums of e^(x - m) and of e^((x - m) / T), and those of its L labels; of the
+teacher's y the largest n, the sum s of e^((y - n) / T), and c = sum of e^((y - n) / T) (y - x) / T. With Z the sums of
+all ranks
 
     sum p (log p - log q) = C / S  -  log Z_y  +  log Z_x        C, S: sums of c and s, rescaled to the largest n
 
 and gradients follow from the two logarithms. Logits are computed in chunks of tokens, and again in the backward.
 
-Shape legend: N tokens, B rows, S tokens of a row, H hidden, V' this rank's rows of a matrix.
+Shape legend: N tokens, B rows, S tokens of a row, H hidden, V' this rank's rows of a matrix, L labels of a token.
 """
 
 from typing import Any, Protocol
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from terrace.model.decoder import IGNORE_INDEX
 from terrace.model.loss_chunks import chunk_rows, part_rows, slices
 from terrace.runtime.head import cap_, gradients_through_logits
 from terrace.runtime.tensor.axis_comm import AxisComm
@@ -42,19 +42,20 @@ def vocabulary_divergences(
     teacher_hidden: Tensor,
     teacher: Matrix,
     labels: Tensor,
+    shares: Tensor,
     temperature: float,
     comm: AxisComm,
 ) -> tuple[Tensor, Tensor]:
-    """Cross entropies and divergences (B, S) of hidden states (B, S, H) of both models, equal on every rank.
+    """Cross entropies and divergences (N) of hidden states (B, S, H) of both models, equal on every rank.
 
-    Both are in fp32 at least, and 0 for ignored labels. The teacher gets no gradient.
+    Labels and their shares are (N, L), the share of an ignored label is 0 (terrace.runtime.distilled.labels_of). Both
+    results are in fp32 at least, and 0 for tokens without a share. The teacher gets no gradient.
     """
-    flat = hidden.flatten(0, 1), student.weight, teacher_hidden.flatten(0, 1), labels.flatten()
+    flat = hidden.flatten(0, 1), student.weight, teacher_hidden.flatten(0, 1), labels, shares
     results: tuple[Tensor, Tensor] = _Divergences.apply(  # type: ignore[no-untyped-call]
         *flat, student, teacher, temperature, comm
     )
-    entropies, divergences = (each.view(labels.shape) for each in results)
-    return entropies, divergences
+    return results
 
 
 class _Divergences(Function):
@@ -65,25 +66,25 @@ class _Divergences(Function):
         weight: Tensor,
         teacher_hidden: Tensor,
         labels: Tensor,
+        shares: Tensor,
         student: Matrix,
         teacher: Matrix,
         t: float,
         comm: AxisComm,
     ) -> tuple[Tensor, Tensor]:
         part = student.part
-        valid, counted = max(part.stop - part.start, 0), labels != IGNORE_INDEX
-        here = (labels >= part.start) & (labels < part.stop)
+        valid, here = max(part.stop - part.start, 0), (labels >= part.start) & (labels < part.stop)
         # Labels of other ranks point at row 0 and are masked out.
         local = (labels - part.start).masked_fill(~here, 0)
         matrix, given = weight.detach()[:valid], teacher.rows(part)[:valid]
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        numbers = torch.empty(7, len(labels), dtype=wide, device=hidden.device)
+        numbers = torch.empty(6 + labels.shape[1], len(labels), dtype=wide, device=hidden.device)
         for chunk in slices(len(hidden), chunk_rows(len(weight), hidden.device.type)):
             x = cap_(hidden[chunk] @ matrix.t(), student.cap)
             y = cap_(teacher_hidden[chunk] @ given.t(), teacher.cap)
             _take_numbers(x, y, local[chunk], here[chunk], numbers[:, chunk], t)
         # (numbers, ranks, tokens)
-        m, sums, warm, found, n, s, c = comm.every(numbers.view(-1)).view(-1, *numbers.shape).unbind(1)
+        m, sums, warm, n, s, c, *found = comm.every(numbers.view(-1)).view(-1, *numbers.shape).unbind(1)
         largest, most = m.amax(0), n.amax(0)
         log_z = largest + (sums * (m - largest).exp()).sum(0).log()
         log_zx = largest / t + (warm * ((m - largest) / t).exp()).sum(0).log()
@@ -91,29 +92,32 @@ class _Divergences(Function):
         total = (s * rescaled).sum(0)
         log_zy = most / t + total.log()
         divergences = (c * rescaled).sum(0) / total - log_zy + log_zx
-        ctx.kept = hidden, teacher_hidden, local, here, counted, (log_z, log_zx, log_zy)
+        shares = shares.to(wide)
+        whole = shares.sum(-1)
+        entropies = ((log_z - torch.stack(found).sum(1)) * shares.t()).sum(0)
+        ctx.kept = hidden, teacher_hidden, local, shares * here, whole, (log_z, log_zx, log_zy)
         ctx.weight, ctx.given, ctx.valid, ctx.t, ctx.caps = weight, given, valid, t, (student.cap, teacher.cap)
-        return (log_z - found.sum(0)).masked_fill(~counted, 0.0), divergences.masked_fill(~counted, 0.0)
+        return entropies, (divergences * whole).masked_fill(whole == 0, 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, teacher_hidden, local, here, counted, (log_z, log_zx, log_zy) = ctx.kept
+        hidden, teacher_hidden, local, shares, whole, (log_z, log_zx, log_zy) = ctx.kept
         del ctx.kept
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         valid, t, (cap, teacher_cap) = ctx.valid, ctx.t, ctx.caps
-        of_entropies, of_divergences = (each.to(log_z.dtype) * counted for each in gradients)
+        of_entropies, of_divergences = (each.to(log_z.dtype) for each in gradients)
 
         def to_gradient(logits: Tensor, chunk: slice) -> None:
             y = cap_(teacher_hidden[chunk] @ ctx.given.t(), teacher_cap)
             for rows in slices(len(logits), _part_rows(logits)):
                 own = slice(chunk.start + rows.start, chunk.start + min(rows.stop, len(logits)))
                 x = logits[rows, :valid].to(log_z.dtype)
-                hard = (x - log_z[own].unsqueeze(-1)).exp_()
+                hard = (x - log_z[own].unsqueeze(-1)).exp_().mul_(whole[own].unsqueeze(-1))
                 if valid:
-                    hard.scatter_add_(-1, local[own].unsqueeze(-1), -here[own].to(hard.dtype).unsqueeze(-1))
+                    hard.scatter_add_(-1, local[own], -shares[own])
                 q = (x / t - log_zx[own].unsqueeze(-1)).exp_()
                 p = (y[rows].to(log_z.dtype) / t - log_zy[own].unsqueeze(-1)).exp_()
-                soft = q.sub_(p).mul_(of_divergences[own].unsqueeze(-1) / t)
+                soft = q.sub_(p).mul_((of_divergences[own] * whole[own]).unsqueeze(-1) / t)
                 logits[rows, :valid] = hard.mul_(of_entropies[own].unsqueeze(-1)).add_(soft)
             # Padding rows of the matrix must get no gradient.
             logits[:, valid:] = 0.0
@@ -121,25 +125,28 @@ class _Divergences(Function):
         found = gradients_through_logits(
             hidden, ctx.weight, None, to_gradient, of_hidden=needs_hidden, of_weight=needs_weight, cap=cap
         )
-        return *found, None, None, None, None, None, None
+        return *found, None, None, None, None, None, None, None
 
 
 def _take_numbers(x: Tensor, y: Tensor, local: Tensor, here: Tensor, numbers: Tensor, t: float) -> None:
-    """Fill `numbers` (7, n), as in the module's docstring, from the logits (n, v) of student and teacher."""
+    """Fill `numbers` (6 + L, n), as in the module's docstring, from the logits (n, v) of student and teacher.
+
+    `local` and `here` (n, L): the labels among this rank's rows, and whether they are there.
+    """
     if not x.shape[1]:  # a part of nothing but padding
         numbers[:] = 0.0
-        numbers[0] = numbers[4] = -torch.inf
+        numbers[0] = numbers[3] = -torch.inf
         return
     for rows in slices(len(x), _part_rows(x)):
         one, other = x[rows].to(numbers.dtype), y[rows].to(numbers.dtype)
-        numbers[0, rows], numbers[4, rows] = one.amax(-1), other.amax(-1)
+        numbers[0, rows], numbers[3, rows] = one.amax(-1), other.amax(-1)
         off = one - numbers[0, rows].unsqueeze(-1)
         numbers[1, rows] = off.exp().sum(-1)
         numbers[2, rows] = off.div_(t).exp_().sum(-1)
-        numbers[3, rows] = one.gather(-1, local[rows].unsqueeze(-1)).squeeze(-1).masked_fill(~here[rows], 0.0)
-        chances = (other - numbers[4, rows].unsqueeze(-1)).div_(t).exp_()
-        numbers[5, rows] = chances.sum(-1)
-        numbers[6, rows] = other.sub_(one).div_(t).mul_(chances).sum(-1)
+        numbers[6:, rows] = one.gather(-1, local[rows]).masked_fill(~here[rows], 0.0).t()
+        chances = (other - numbers[3, rows].unsqueeze(-1)).div_(t).exp_()
+        numbers[4, rows] = chances.sum(-1)
+        numbers[5, rows] = other.sub_(one).div_(t).mul_(chances).sum(-1)
 
 
 def _part_rows(logits: Tensor) -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from terrace.model.decoder import check_positions, scaled
+from terrace.model.decoder import check_positions, mixed, scaled
 from terrace.model.layers import Normal, rms_norm
 from terrace.runtime.batch import Batch
 from terrace.runtime.in_block import InBlockAxis, InBlockComm
@@ -300,8 +300,8 @@ class VocabParallelEmbedding(nn.Module):
         self._part = part
         self._axis = axis
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Look up tokens (B, S) at `positions` (B, S), by default 0 .. S-1.
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, mix: Tensor | None = None) -> Tensor:
+        """Look up tokens (B, S) at `positions` (B, S), by default 0 .. S-1; with `mix` (B), pairs of rows mixed.
 
         Raises `ModelError` for a position beyond the learned ones.
         """
@@ -310,6 +310,8 @@ class VocabParallelEmbedding(nn.Module):
         # Other ranks' rows are zero here and are added by the sum.
         found = F.embedding((tokens - self._part.start).masked_fill(elsewhere, 0), self.weight)
         found = scaled(found.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.scale)  # (B, S, H)
+        if mix is not None:  # here, since ranks may hold parts of rows afterwards
+            found = mixed(found, mix)
         if axis.splits_tokens:
             x = axis.rows.scatter(axis.spread(axis.pad(found)))
         else:
