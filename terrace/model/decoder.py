@@ -38,7 +38,7 @@ def scaled(rows: Tensor, scale: float) -> Tensor:
 
 def other_of_pair(rows: Tensor) -> Tensor:
     """Rows (B, ...) in which 2i and 2i + 1 have changed places. B must be even."""
-    return rows.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)
+    return rows.view(-1, 2, *rows.shape[1:]).flip(1).flatten(0, 1)
 
 
 def mixed(hidden: Tensor, mix: Tensor) -> Tensor:
