@@ -132,7 +132,7 @@ class Taught(Learning):
         if not run.teacher.mix:
             return list(micros)
         drawn = np.random.default_rng((run.train.seed, step)).beta(run.teacher.mix, run.teacher.mix, run.rows // 2)
-        shares = torch.from_numpy(drawn).repeat_interleave(2).split(size)
+        shares = torch.split(torch.from_numpy(drawn).repeat_interleave(2), size)
         numbers = micros_of_rank(run.rows // size, place, degree)
         return [replace(micro, mix=shares[at]) for micro, at in zip(micros, numbers.tolist(), strict=True)]
 
