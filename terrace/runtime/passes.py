@@ -65,7 +65,7 @@ class BlockCalls:
         module, objective = self.modules[block], self.objective if block == self.last else None
         if isinstance(objective, (TokenObjective, ValueObjective)):
             return objective(module, inputs, batch)
-        more = () if batch.positions is None else (batch.positions,)
+        more: tuple[Tensor | None, ...] = () if batch.positions is None else (batch.positions,)
         if batch.mix is not None and block == 0:
             more = batch.positions, batch.mix
         output: Tensor = module(inputs, *more)

@@ -248,7 +248,8 @@ def teacher_in(folder: Path) -> Parameters:
 
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_step_on_the_task_equals_its_formulas(name: str, tmp_path: Path) -> None:
-    table, teacher = merge(merge(KEYS, {"algorithm": {"name": name}}), MORE.get(name, {})), dict[Any, Tensor]()
+    table = merge(merge(KEYS, {"algorithm": {"name": name}}), MORE.get(name, {}))
+    teacher: Parameters = {}
     if name == "distill":  # no reward at all, and a reference that is another model
         teacher = teacher_in(tmp_path / "teacher")
         table = merge(table, {"reward": [], "run": {"reference": str(tmp_path / "teacher")}})

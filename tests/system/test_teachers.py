@@ -20,8 +20,7 @@ from terrace.train.prediction import checked_programs, job_of, resolved_run, ste
 from terrace.train.resolve import resolve
 from terrace.train.runs import read_run
 from terrace.train.teacher_keys import teacher_model
-from terrace.train.top_tokens import version_of
-from terrace.train.weights import check_values
+from terrace.train.weights import check_values, version_of
 from tests.support.tiny_runs import losses, metrics, terrace, write_run
 
 pytestmark = pytest.mark.timeout(360)
