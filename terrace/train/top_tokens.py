@@ -36,7 +36,6 @@ from terrace.runtime.head import cap_
 from terrace.runtime.hidden import OutputMatrix
 from terrace.train.config import RunConfig
 from terrace.train.job import RunJob
-from terrace.train.weights import version_of
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -206,6 +205,8 @@ def kept_tokens(
 
 def _facts(run: RunConfig, batches: Batches, sources: Ids, samples: Ids) -> dict[str, Any]:
     teacher = run.teacher
+    from terrace.train.weights import version_of  # here: the chain of imports at module level stays short
+
     return {
         "teacher": teacher.model,
         "version": version_of(teacher.model),
