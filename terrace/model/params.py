@@ -47,6 +47,11 @@ class ParamSpec:
         return self.shape[1:] if self.is_stack else self.shape
 
     @property
+    def whole_part_shape(self) -> tuple[int, ...]:
+        """`part_shape` before slicing."""
+        return (self.whole or self.shape)[1:] if self.is_stack else self.whole or self.shape
+
+    @property
     def num_parts(self) -> int:
         """Number of parts if it is a stack, else 1."""
         return self.shape[0] if self.is_stack else 1

@@ -47,14 +47,17 @@ class FlatParamSpec:
 
     @cached_property
     def orthogonal(self) -> tuple[Extent, ...]:
-        """The matrices that the optimizer updates whole; each matrix of a stack is listed separately."""
+        """The matrices that the optimizer updates whole: shapes before slicing, and where this rank's parts lie.
+
+        Each matrix of a stack is listed separately.
+        """
         found = list[Extent]()
         for param, start, _ in self.extents:
             if start >= self.num_orthogonal:
                 break
             size = param.numel // param.num_parts
             begins = (start + part * size for part in range(param.num_parts))
-            found += [(param.part_shape, begin, begin + size) for begin in begins]
+            found += [(param.whole_part_shape, begin, begin + size) for begin in begins]
         return tuple(found)
 
     @cached_property
@@ -76,17 +79,13 @@ class FlatParamSpec:
             found.add((shapes, min(size, max(0, stop - self.num_orthogonal))))
         return tuple(sorted(found))
 
-    def orthogonal_names(self, expert_rank: int) -> tuple[str, ...]:
-        """Names of the matrices in `orthogonal`: `PARAMETER%NUMBER`, numbered within the whole stack.
-
-        `expert_rank` is the index of the rank among those with different experts.
-        """
-        names = [
-            f"{param.name}%{expert_rank * param.num_parts + part}"
-            for param in self.params
-            for part in range(param.num_parts)
-        ]
-        return tuple(names[: len(self.orthogonal)])
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of the buffer in which ORTHOGONALISE gathers matrices; 0 if each rank's slice has them whole."""
+        if not self.num_orthogonal:
+            return 0
+        cut = self.layout.across.degree
+        return self.padded * cut if cut * self.layout.span(self.layout.optimizer) > 1 else 0
 
     @property
     def is_expert_bias(self) -> bool:

@@ -22,7 +22,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
 
-from terrace.plan.mesh import HOLDERS, ORDER, Mesh
+from terrace.plan.mesh import HOLDERS, ORDER, TENSOR, Mesh
 from terrace.plan.update import parse_update
 from terrace.plan.wire import ROUTES, MessageClass
 
@@ -154,6 +154,17 @@ class Layout:
         """Number of islands: groups of ranks that synchronise every step, and with other groups less often."""
         return self.degree // self.span(self.tier_of("island"))
 
+    @cached_property
+    def across(self) -> "Layout":
+        """The layout of the ranks that hold the other parts of matrices that the tensor axis cuts.
+
+        Each has one part of them, so that a gather from its optimizer tier makes them whole. Joins one rank alone if
+        nothing is cut.
+        """
+        axes = tuple(axis for axis in TENSOR if axis not in self.axes and self.ranks.total(axis) > 1)
+        cut = replace(self.whole(), degrees=self.ranks.group(*axes), axes=axes, optimizer=self.outermost)
+        return cut.settled()
+
     def island_of(self, coordinates: tuple[int, ...]) -> int:
         """Index of the island of the rank at `coordinates`; the innermost tier outside islands varies fastest."""
         number = 0
@@ -206,6 +217,9 @@ class Layout:
             return range(0)
         # A gather is written (outer, inner); reversed, it reads like a reduction.
         ends = [*map(self.tier_of, (*(route.reduction or ()), *(route.gathering or ())))]
+        if route.carries == "orthogonal" and self.mesh is not None:  # and then over the ranks that cut matrices
+            meshes = self.mesh, self.mesh.stacks
+            ends += [tier for mesh in meshes for axis in TENSOR for tier in mesh.tiers(axis)]
         return range(min(ends) + 1, max(ends) + 1)
 
     def padded(self, numel: int) -> int:

@@ -38,9 +38,10 @@ def check_stacks(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> N
     if plan.experts and not any(block.has_stacks for block in blocks):
         raise PlanError("the table experts has no effect: no layer of this model has experts; leave it out")
     rule = parse_update(plan.update)
-    if rule.takes_whole and Mesh.of(cluster, plan).stack_degrees[1] > 1:
+    if rule.projects and Mesh.of(cluster, plan).stack_degrees[1] > 1:
         raise PlanError(
-            f"optimizer {rule.name!r} takes whole matrices, and rows of the table experts cut them: use expert"
+            f"optimizer {rule.name!r} keeps projectors of whole matrices, and rows of the table experts cut them: use "
+            "expert, or 'muon'"
         )
     for block in blocks if columns > 1 else ():
         stack = next((param for param in block.params if param.is_stack), None)

@@ -17,10 +17,10 @@ from terrace.plan.update import parse_update
 def check_whole_matrices(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     """Raise `PlanError` if matrices are cut or missing, or too small for the space that they are projected into."""
     rule = parse_update(plan.update)
-    if Mesh.of(cluster, plan).total("tensor") > 1:
+    if rule.projects and Mesh.of(cluster, plan).total("tensor") > 1:
         raise PlanError(
-            f"optimizer {rule.name!r} takes whole matrices, and the tensor axis cuts them: give the tier to the data "
-            "axis, or use 'adamw' or 'lion'"
+            f"optimizer {rule.name!r} keeps projectors of whole matrices, and the tensor axis cuts them: give the tier "
+            "to the data axis, or use 'muon', 'adamw' or 'lion'"
         )
     # Embedding and head are left to AdamW, as in Jordan's Muon.
     inner = [(block, param) for index, block in enumerate(blocks) if is_layer(blocks, index) for param in block.params]

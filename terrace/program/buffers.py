@@ -168,9 +168,7 @@ def _visiting(model: "ShardedModel", instructions: Sequence[Instruction]) -> Ite
         elif op is Op.TIE:  # one flat buffer after the other
             size = max((tie_bytes([flat], plan.sums) for flat in parts), default=0)
         else:
-            # An unsharded optimizer state holds whole matrices already and needs no gather.
-            layouts = ((flat, flat.layout) for flat in parts if flat.num_orthogonal)
-            size = sum(flat.padded for flat, layout in layouts if layout.span(layout.optimizer) > 1) * item
+            size = sum(flat.gathered_numel for flat in parts) * item
         yield Buffer(f"{op.value} of {name}", _TAKES[op], size, tuple(lives))
 
 

@@ -3,7 +3,7 @@
 A program calls these functions once per distinct instruction (terrace.program.program).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from terrace.model.spec import BlockSpec
@@ -36,15 +36,23 @@ def block_message(
     """
     tiers = message_tiers(stage_layout, message_class, source, coded=any(flat.is_coded for flat in flats))
     lane = max(tiers, default=0)
-    transfers = [
-        flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number, flat.num_scales)
-        for number, flat in enumerate(flats)
-        if carries(message_class, flat, source)
-    ]
+    transfers = list[Transfer]()
+    for number, flat in enumerate(flats):
+        if carries(message_class, flat, source):
+            own = flat_transfer(message_class, lane, flat.layout, plan, flat.padded, source, number, flat.num_scales)
+            transfers += [own, *_of_parts(message_class, lane, plan, flat, number)]
     # A pure gather crosses the outermost tier first.
     if ROUTES[message_class].reduction is None:
         tiers = tiers[::-1]
     return _collective(message_class, plan, lane, tiers, stage_layout, transfers)
+
+
+def _of_parts(
+    message_class: MessageClass, lane: int, plan: Plan, flat: FlatParamSpec, number: int
+) -> Iterator[Transfer]:
+    """The transfer among the ranks that hold the other parts of matrices that the tensor axis cuts."""
+    if message_class is MessageClass.ORTHOGONALISE and flat.layout.across.degree > 1:
+        yield flat_transfer(message_class, lane, flat.layout.across, plan, flat.gathered_numel, flat=number)
 
 
 def carries(message_class: MessageClass, flat: FlatParamSpec, source: int | None) -> bool:

@@ -193,18 +193,23 @@ class FlatParam(RankSlices):
         self.gradient.owned.mul_(scale.to(self.gradient.owned.dtype))
         optimizer.prepare()
         # A slice that is the whole buffer needs no gather.
-        if self.layout.span(self.layout.optimizer) > 1:
-            self._whole = torch.empty(self.padded, dtype=self._values, device=self.full.device)
+        if numel := self.spec.gathered_numel:
+            self._whole = torch.empty(numel, dtype=self._values, device=self.full.device)
             self._meter.add("buffers", self._whole.nbytes)
             # The other ranks' slices arrive by the gather.
-            self._whole[self.part(self.layout.optimizer)] = self.gradient.owned
+            own = self._whole[self.gathered_part(self.layout.outermost)]
+            own[self.part(self.layout.optimizer)] = self.gradient.owned
 
     def gather_whole(self, collectives: Collectives, transfer: Transfer) -> None:
-        """Gather the prepared gradient of whole matrices over the ranks of the optimizer tier."""
+        """Gather the prepared gradient of whole matrices over the ranks of the optimizer tier, or of those that cut."""
         whole = self._whole
         if whole is None:
             return
-        collectives.gather(transfer, lambda tier: whole[self.part(tier)], self.origin)
+        if transfer.ranks.joined == self.layout.joined:
+            own = whole[self.gathered_part(self.layout.outermost)]
+            collectives.gather(transfer, lambda tier: own[self.part(tier)], self.origin)
+        else:
+            collectives.gather(transfer, lambda tier: whole[self.gathered_part(tier)], self.origin)
 
     def update(self, scale: Tensor, lr: float) -> None:
         """Scale the gradient and step the optimizer. The working copy is stale until refreshed."""
@@ -310,8 +315,7 @@ class FlatParam(RankSlices):
             master,
             next((each.gradient for each in self._on_host), self.gradient.owned),
             start,
-            self.spec.orthogonal,
-            [f"{self.name}.{name}" for name in self.spec.orthogonal_names(self.expert_rank)],
+            [each._replace(name=f"{self.name}.{each.name}") for each in self.matrices()],
             sum(spec.numel for spec in self.spec.params if spec.decays),
             config,
             self._values,

@@ -6,9 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from terrace.plan.update import Extent, parse_update
+from terrace.plan.update import parse_update
 from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.elementwise import Gradient, StatePart
+from terrace.runtime.flat_slices import Matrix
 from terrace.runtime.lion import ShardedLion
 from terrace.runtime.muon import ShardedMuon
 from terrace.runtime.projected import ShardedProjected
@@ -67,8 +68,7 @@ def make_optimizer(
     master: Tensor,
     gradient: Gradient,
     start: int,
-    extents: Sequence[Extent],
-    names: Sequence[str],
+    matrices: Sequence[Matrix],
     num_decayed: int,
     config: OptimizerConfig,
     compute: torch.dtype,
@@ -76,16 +76,16 @@ def make_optimizer(
 ) -> Optimizer:
     """Make the optimizer of `master`, the slice from `start` on of its flat buffer.
 
-    The buffer's first `num_decayed` elements take weight decay; `extents` are the matrices that are updated as wholes,
-    and `names` their names. `storage` is how states are stored.
+    The buffer's first `num_decayed` elements take weight decay; `matrices` are those that are updated as wholes.
+    `storage` is how states are stored.
     """
     if config.name == "lion":
         return ShardedLion(master, gradient, num_decayed, config, start=start, storage=storage)
     if config.name == "sgd":
         return ShardedSGD(master, gradient, num_decayed, config, start=start, storage=storage)
-    if not extents:
+    if not matrices:
         return ShardedAdamW(master, gradient, num_decayed, config, start=start, storage=storage)
     assert isinstance(gradient, Tensor), "the host's cores update no whole matrices"
     if parse_update(config.update).projects:
-        return ShardedProjected(master, gradient, start, extents, names, config, compute, storage, ShardedAdamW)
-    return ShardedMuon(master, gradient, start, extents, config, compute, storage, ShardedAdamW)
+        return ShardedProjected(master, gradient, start, matrices, config, compute, storage, ShardedAdamW)
+    return ShardedMuon(master, gradient, start, matrices, config, compute, storage, ShardedAdamW)

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from terrace.plan.projected import numbers_of, projector_numbers
-from terrace.plan.update import Extent, parse_update
+from terrace.plan.update import parse_update
 from terrace.runtime.elementwise import Elementwise
+from terrace.runtime.flat_slices import Matrix
 from terrace.runtime.projections import projection_of
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.stored import Storage
@@ -46,35 +47,30 @@ def whole_states(optimizer: object) -> Sequence[WholeState]:
 
 
 class ShardedProjected(ShardedMatrices):
-    """AdamW in a projected space for the matrices of a slice, plain AdamW for the elements after them.
-
-    `names` are those of `extents`: block, parameter, and index in a stack of matrices.
-    """
+    """AdamW in a projected space for the matrices of a slice, plain AdamW for the elements after them."""
 
     def __init__(
         self,
         master: Tensor,
         gradient: Tensor,
         start: int,
-        extents: Sequence[Extent],
-        names: Sequence[str],
+        matrices: Sequence[Matrix],
         config: OptimizerConfig,
         compute: torch.dtype,
         storage: Storage,
         others: type[Elementwise],
     ) -> None:
         self.group = config.update
-        super().__init__(master, gradient, start, extents, config, compute, storage, others)
+        super().__init__(master, gradient, start, matrices, config, compute, storage, others)
         self._rule = parse_update(config.update)
         self._projection = projection_of(config)
-        name_of = dict(zip(extents, names, strict=True))
         self.wholes = [
             WholeState(
-                name=name_of[extent],
-                numbers=torch.zeros(numbers_of(self._rule, extent[0]), dtype=gradient.dtype, device=master.device),
-                is_first=extent[1] >= start,
+                name=each.name,
+                numbers=torch.zeros(numbers_of(self._rule, each.shape), dtype=gradient.dtype, device=master.device),
+                is_first=each.start >= start,
             )
-            for extent in self._extents
+            for each in self._matrices
         ]
 
     @property

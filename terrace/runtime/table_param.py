@@ -295,7 +295,7 @@ class TableParam(FlatParam):
             master, storage = values, RowStorage(self._below[0], sums)
         elif self._keeps_master:
             master = values.to(device=device, dtype=DTYPES[plan.master])
-        optimizer = make_optimizer(master, self.gradient.owned, 0, (), (), len(master), config, self._values, storage)
+        optimizer = make_optimizer(master, self.gradient.owned, 0, (), len(master), config, self._values, storage)
         assert isinstance(optimizer, Elementwise), "without matrices every update is element by element"
         self.optimizer = self._row_wise = optimizer
         if plan.outer.has_islands:

@@ -1,9 +1,9 @@
 """Base of the optimizers that update the matrices of layers as wholes: Muon, GaLore and LSP.
 
 A rank owns a slice of one flat buffer, which may begin and end in the middle of a matrix. So `prepare` replaces the
-gradient of the slice by the input of the direction; the ranks of the optimizer tier gather that (ORTHOGONALISE), in the
-compute dtype; and `update` computes the direction D of every matrix that reaches into the slice, and applies the part
-of D that lies in the slice:
+gradient of the slice by the input of the direction. The ranks of the optimizer tier gather that (ORTHOGONALISE), in the
+compute dtype, and then the ranks of the tensor axis that cut the matrices. `update` computes the direction D of every
+matrix that reaches into the slice, and applies the part of D that lies in the slice:
 
     W = W - lr (scale D + weight_decay W)
 
@@ -15,16 +15,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from terrace.plan.keep import MATRICES, STATES
-from terrace.plan.update import Extent
 from terrace.runtime.elementwise import Elementwise, StatePart, whole_part
+from terrace.runtime.flat_slices import Matrix
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.stored import State, Storage, passing
 
 
 class ShardedMatrices:
-    """Updates the matrices `extents` in `master` as wholes, and the elements after them by `others`, which is AdamW.
+    """Updates `matrices` in `master` as wholes, and the elements after them by `others`, which is AdamW.
 
     `master` is the slice of the flat buffer from `start` on. `gradient` holds the finished gradient of the same
     elements when `prepare` is called. `compute` is the dtype of products, `storage` how states are stored.
@@ -37,7 +38,7 @@ class ShardedMatrices:
         master: Tensor,
         gradient: Tensor,
         start: int,
-        extents: Sequence[Extent],
+        matrices: Sequence[Matrix],
         config: OptimizerConfig,
         compute: torch.dtype,
         storage: Storage,
@@ -46,12 +47,12 @@ class ShardedMatrices:
         self.num_steps_made = 0
         self._gradient, self._start, self._config, self._compute = gradient, start, config, compute
         # Matrices stand at the beginning of the buffer; behind them AdamW's elements follow.
-        self._num_matrix = min(max(extents[-1][2] - start, 0), master.numel())
+        self._num_matrix = min(max(matrices[-1].stop - start, 0), master.numel())
         stop = start + self._num_matrix
         # Only matrices that overlap this rank's slice are updated here.
-        self._extents = [extent for extent in extents if extent[1] < stop and extent[2] > start]
-        matrices, rest = slice(0, self._num_matrix), slice(self._num_matrix, master.numel())
-        self._parameters = storage.group(MATRICES, self._num_matrix, start).parameters(master[matrices], start)
+        self._matrices = [each for each in matrices if each.start < stop and each.stop > start]
+        whole, rest = slice(0, self._num_matrix), slice(self._num_matrix, master.numel())
+        self._parameters = storage.group(MATRICES, self._num_matrix, start).parameters(master[whole], start)
         self._own = self._make_states(storage, master.device)
         self._master = [] if self._parameters.rests_below else [master]
         self._rest: Elementwise | None = None
@@ -110,19 +111,19 @@ class ShardedMatrices:
 
     @torch.no_grad()
     def update(self, lr: float, gathered: Tensor | None = None) -> None:
-        """Take one step. `gathered` is the gathered flat buffer; None if the slice is the whole buffer."""
-        source, first = (self._gradient, self._start) if gathered is None else (gathered, 0)
-        direction, scale, now = torch.empty(0), 1.0, -1  # of the matrix of extent `now`
+        """Take one step. `gathered` is what ORTHOGONALISE gathered; None if the slice is the whole buffer."""
+        source = self._gradient if gathered is None else gathered
+        direction, scale, now = torch.empty(0), 1.0, -1  # of matrix `now`
         for piece in passing([self._parameters], self._num_matrix):
-            for number, (shape, start, stop) in enumerate(self._extents):
-                # The part of the matrix that lies in this piece of the rank's slice.
+            for number, each in enumerate(self._matrices):
+                # What lies in this piece of the rank's slice.
+                start, stop = each.start, each.stop
                 low, high = max(start, self._start + piece.start), min(stop, self._start + piece.stop)
                 if low >= high:
                     continue
                 if now != number:
-                    matrix = source[start - first : stop - first].to(self._compute).view(shape)
-                    whole, scale = self._direction(matrix, number)
-                    direction, now = whole.reshape(-1), number
+                    whole, scale = self._direction(_joined(each, source, self._compute), number)
+                    direction, now = _own_part(each, whole).reshape(-1), number
                 part = slice(low - self._start, high - self._start)
                 parameters = self._parameters.read(part)
                 # Decoupled weight decay, as in AdamW.
@@ -132,3 +133,23 @@ class ShardedMatrices:
         if self._rest is not None:
             self._rest.update(lr)
         self.num_steps_made += 1
+
+
+def _joined(matrix: Matrix, source: Tensor, dtype: torch.dtype) -> Tensor:
+    """The whole matrix from the parts of all ranks that cut it; a view of `source` if it is there in one part."""
+    size = matrix.stop - matrix.start
+    parts = [source[part.start : part.start + size].to(dtype).view(matrix.held) for part in matrix.parts]
+    if len(parts) == 1:
+        return parts[0]
+    whole = source.new_empty(matrix.shape, dtype=dtype)
+    for (_, place), values in zip(matrix.parts, parts, strict=True):
+        target = whole[place]
+        target.copy_(values[tuple(slice(0, length) for length in target.shape)])  # without padding
+    return whole
+
+
+def _own_part(matrix: Matrix, whole: Tensor) -> Tensor:
+    """This rank's part of a whole matrix, filled up with zeros."""
+    own = whole[matrix.own]
+    (rows, columns), (wide, long) = matrix.held, own.shape
+    return pad(own, (0, columns - long, 0, rows - wide)) if own.shape != matrix.held else own

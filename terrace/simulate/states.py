@@ -178,11 +178,7 @@ def model_states(cluster: Cluster, plan: Plan, kinds: Kinds, stage: StageBlocks,
         sum(flat.padded for flat in each if flat.trainable and not accumulates_in_place(flat.layout)) * item
         for each in parts
     )
-    # A whole optimizer state needs no gather.
-    matrices = [
-        sum(flat.padded for flat in each if flat.num_orthogonal and flat.layout.span(flat.layout.optimizer) > 1)
-        for each in parts
-    ]
+    matrices = [sum(flat.gathered_numel for flat in each) for each in parts]
     directions = (matrices[kind] for kind in stage.order if matrices[kind])
     gradients, last_gradients = gradients_whole(stage.order, stage.ties, buffered, more_units)
     return States(
@@ -249,7 +245,10 @@ def _lanes(
         # Codes are sent in place, and the preceding scales are negligible.
         if flat.travels_in(message) and not (flat.is_coded and message in OF_PARAMETERS):
             reduction, gathering = block_hops(flat.layout, plan, message, flat.padded, source)
-            sizes = reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering)
+            sizes = [reduce_buffers(plan, message, reduction), gather_buffers(plan, message, gathering)]
+            if message is MessageClass.ORTHOGONALISE:
+                _, gathering = block_hops(flat.layout.across, plan, message, flat.gathered_numel)
+                sizes.append(gather_buffers(plan, message, gathering))
             part = largest_part_bytes(plan, flat.layout, message, flat.padded)
             lane = message_lane(together, message, source)
             lanes[lane] = max(lanes[lane], part, *map(arena_bytes, sizes))

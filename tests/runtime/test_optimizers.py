@@ -38,7 +38,7 @@ from tests.support.pipelines import ALONE, OUTER, pipelined
 from tests.support.projected_reference import Galore, Lsp
 from tests.support.state_formula import model_state_bytes
 from tests.support.totals import verify, verify_stages
-from tests.support.toys import MODELS, SEQUENCE, cluster_of, count_tokens, make_batch, run_blocks
+from tests.support.toys import MODELS, SEQUENCE, TIER_NAMES, cluster_of, count_tokens, make_batch, run_blocks
 
 Sizes = tuple[int, ...]
 Rule = Callable[[Tensor, Tensor, dict[str, Tensor], OptimizerConfig, int], None]
@@ -163,6 +163,34 @@ CASES: list[tuple[Sizes, Case]] = [
     ((2, 2, 2), Case(exact("three-level", cluster_of(2, 2, 2)), model="stacks")),
     ((1,), Case(exact("ddp", cluster_of(1)), num_micros=2, model="mixture, grouped")),
 ]
+# Plans that cut matrices, which GaLore and LSP refuse: over rows, columns, both, rows of experts, in a pipeline.
+ROWS, BOTH = {"package": {"tensor": 2}}, {"node": {"tensor": {"rows": 2, "columns": 2}}}
+CUTTING: list[tuple[Sizes, Case]] = [
+    ((2, 2), Case(exact("zero1", cluster_of(2, 2), mapping=ROWS), num_micros=2, model="wide llama, 1 kv head")),
+    ((2, 4), Case(exact("zero3", cluster_of(2, 4), mapping=BOTH), model="wide gpt_neox")),
+    ((4,), Case(exact("ddp", cluster_of(4), mapping={"package": {"tensor": 4}}), model="wide llama, 8 kv heads")),
+    ((2, 2), Case(exact("zero3", cluster_of(2, 2), experts={"node": {"rows": 2}}), model="experts")),
+]
+CUTTING_BY_NIGHT: list[tuple[Sizes, Case]] = [
+    ((2, 2), Case(exact("zero3", cluster_of(2, 2), mapping=ROWS), num_micros=2, model="latent")),
+    ((4,), Case(exact("ddp", cluster_of(4), mapping={"package": {"tensor": {"columns": 4}}}), model="wide gpt2")),
+    (
+        (2, 2, 2),
+        Case(
+            exact("zero3", cluster_of(2, 2, 2), mapping={"package": {"tensor": 2}, "system": {"pipeline": 2}}),
+            num_micros=2,
+            model="deep llama tied",
+        ),
+    ),
+    ((2, 2), Case(exact("zero1", cluster_of(2, 2), mapping=ROWS), model="experts")),
+    (
+        (2, 2, 2),
+        Case(
+            exact("zero1", cluster_of(2, 2, 2), experts={"package": {"rows": 2}, "node": {"expert": 2}}),
+            model="experts",
+        ),
+    ),
+]
 NIGHTLY: list[tuple[Sizes, Case]] = [
     ((2, 2), Case(exact("zero3", cluster_of(2, 2)), num_micros=2, model="mixture, grouped")),
     ((2, 2), Case(pipelined("zero1", OUTER, "zbv"), num_micros=4, model="mixture, shared expert")),
@@ -178,6 +206,8 @@ EACH = [name for name in ALL if name not in PROJECTED]
 # Which expert a matrix is decides what is drawn for its projectors.
 APART = (2, 2), Case(exact("zero3", cluster_of(2, 2), experts={"package": {"expert": 2}}), model="experts")
 TURNS = [*in_turns(4, EACH, [*CASES, *NIGHTLY]), *in_turns(4, PROJECTED, WIDE_ENOUGH), ("lsp", APART)]
+TURNS += [("muon", row) for row in CUTTING]
+TURNS += [pytest.param("muon", row, marks=pytest.mark.nightly) for row in CUTTING_BY_NIGHT]
 
 
 @pytest.mark.parametrize(("name", "row"), TURNS, ids=case_words)
@@ -196,7 +226,7 @@ def measured_state(world: World, sizes: Sizes, plan: Plan, model: str, optimizer
     built = MODELS[model]
     engine = Engine(
         Blocks(built.blocks(torch.float64)),
-        Workload(cluster=cluster_of(*sizes), plan=plan, num_micros=1),
+        Workload(cluster=cluster_of(*sizes), plan=plan, num_micros=1, sequence=SEQUENCE),
         built.objective,
         Training(optimizer=optimizer),
         RankSetup(rank=world.rank),
@@ -210,25 +240,33 @@ def measured_state(world: World, sizes: Sizes, plan: Plan, model: str, optimizer
     return dict(peak)
 
 
-@pytest.mark.parametrize(("name", "rule"), in_turns(2, ["ddp", "zero1", "three-level"], ALL))
-def test_state_and_buffers_are_what_the_formula_says(pool: LocalPool, name: str, rule: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "rule", "mapping"),
+    [
+        *in_turns(2, ["ddp", "zero1", "three-level"], ALL, [{}]),
+        *in_turns(2, ["zero1", "ddp"], ["muon"], [{"node": {"tensor": 2}}, ROWS]),
+    ],
+)
+def test_state_and_buffers_are_what_the_formula_says(
+    pool: LocalPool, name: str, rule: str, mapping: dict[str, Any]
+) -> None:
     cluster, optimizer = cluster_of(2, 2), ALL[rule]
-    plan = replace(exact(name, cluster, update=optimizer.update), compute="fp32")
-    blocks = build(cluster, plan, MODELS["llama tied"].declared, 1).blocks
-    said = model_state_bytes(cluster, plan, blocks, 1)
+    plan = replace(exact(name, cluster, update=optimizer.update, mapping=mapping), compute="fp32")
+    blocks = build(cluster, plan, MODELS["llama tied"].declared, 1, SEQUENCE).blocks
+    said = model_state_bytes(cluster, plan, blocks, 1, SEQUENCE)
     found = pool.run(4, measured_state, (2, 2), plan, "llama tied", optimizer, timeout_s=60.0)
     assert max(each["optimizer"] for each in found) == said["optimizer"]
     assert all(each["buffers"] == said["buffers"] for each in found)
     # Muon's whole matrices included, in the account of plan, scale and doctor too.
     account = footprint(cluster, plan, Kinds.of(MODELS["llama tied"].declared), SEQUENCE, 1, phase="update")
     assert account["buffers"] == said["buffers"]
-    adamw = model_state_bytes(cluster, replace(plan, update="adamw"), blocks, 1)
+    adamw = model_state_bytes(cluster, replace(plan, update="adamw"), blocks, 1, SEQUENCE)
     if optimizer != LSP or name == "ddp":  # ranks that share a matrix all hold its projectors and moments
         assert said["optimizer"] < adamw["optimizer"]
     if optimizer == SGD:  # the masters, which are in fp64, and nothing else
         assert 3 * said["optimizer"] == adamw["optimizer"]
         one = replace(plan, compute="fp64")  # one memory with the parameters
-        assert model_state_bytes(cluster, one, blocks, 1)["optimizer"] == 0
+        assert model_state_bytes(cluster, one, blocks, 1, SEQUENCE)["optimizer"] == 0
 
 
 def test_bytes_of_muon_are_the_layers_once_from_the_optimizer_tier() -> None:
@@ -243,6 +281,20 @@ def test_bytes_of_muon_are_the_layers_once_from_the_optimizer_tier() -> None:
         )
         without = step_bytes(cluster, replace(plan, update="lion"), blocks, 1)
         assert without == {key: size for key, size in sent.items() if key[0] is not MessageClass.ORTHOGONALISE}
+
+
+def test_bytes_of_cut_matrices_are_those_of_all_their_parts() -> None:
+    # P elements of a layer on each of 2 columns x 2 rows, whose optimizer states 2 data ranks cut.
+    mapping = {"package": {"tensor": {"columns": 2}}, "system": {"tensor": 2}}
+    cluster, blocks = cluster_of(2, 2, 2), MODELS["wide llama, 8 kv heads"].declared
+    for name, of_data in (("zero1", 1), ("ddp", 0)):
+        program = build(cluster, exact(name, cluster, update="muon", mapping=mapping), blocks, 1, SEQUENCE)
+        numel = [flats[0].padded for flats in program.model.flats[1:-1]]
+        sent = {tier: program.sent_bytes.get((MessageClass.ORTHOGONALISE, tier), 0) for tier in TIER_NAMES[:3]}
+        # The outermost tier first, so that the innermost one carries both parts.
+        assert sent == {"system": sum(numel) * 8, "node": of_data * sum(numel) // 2 * 8, "package": 2 * sum(numel) * 8}
+        (message,) = {program.message(each) for each in program.instructions if str(each) == "ORTHOGONALISE b1"}
+        assert message.lane == 2
 
 
 def test_the_program_gathers_a_layer_while_the_one_before_is_updated() -> None:
@@ -345,11 +397,8 @@ def test_muon_takes_the_matrices_of_blocks_that_say_they_are_layers() -> None:
         assert states.steady["optimizer"] == program.state_bytes["optimizer"]
 
 
-def test_muon_is_refused_where_matrices_are_cut_or_missing() -> None:
+def test_muon_is_refused_where_matrices_are_missing() -> None:
     cluster, blocks = cluster_of(2), MODELS["llama tied"].declared
-    cut = exact("ddp", cluster, update="muon", mapping={"package": {"tensor": 2}})
-    with pytest.raises(PlanError, match="takes whole matrices, and the tensor axis cuts them"):
-        build(cluster, cut, blocks, 1, SEQUENCE)
     with pytest.raises(PlanError, match="'muon' has no effect: no layer has a matrix that trains"):
         build(cluster, exact("ddp", cluster, update="muon"), [blocks[0], blocks[-1]], 1)
     model = MODELS["toy"]

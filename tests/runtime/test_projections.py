@@ -12,6 +12,7 @@ from terrace.plan.keep import Keep
 from terrace.plan.projected import OVERSAMPLE, POWER, numbers_of, products_of, projected_bytes, projector_numbers
 from terrace.plan.update import EVERY, parse_update
 from terrace.runtime.adamw import ShardedAdamW
+from terrace.runtime.flat_slices import Matrix, MatrixPart
 from terrace.runtime.projected import ShardedProjected
 from terrace.runtime.projections import projection_of
 from terrace.runtime.projections.galore import leading_vectors
@@ -44,8 +45,9 @@ def updated(config: OptimizerConfig, shape: tuple[int, int], gradients: list[Ten
     """A matrix after steps with these gradients."""
     value, gradient = rand(*shape).reshape(-1), torch.zeros(shape).double().reshape(-1)
     storage = Storage(torch.float64)
-    extent = (shape, 0, value.numel())
-    optimizer = ShardedProjected(value, gradient, 0, [extent], ["x.w%0"], config, torch.float64, storage, ShardedAdamW)
+    whole = tuple(slice(0, size) for size in shape)
+    matrix = Matrix("x.w%0", shape, shape, 0, value.numel(), (MatrixPart(0, whole),), whole)
+    optimizer = ShardedProjected(value, gradient, 0, [matrix], config, torch.float64, storage, ShardedAdamW)
     assert optimizer.nbytes == 8 * numbers_of(parse_update(config.update), shape)
     for each in gradients:
         gradient.copy_(each.reshape(-1))

@@ -206,7 +206,7 @@ def slices_update(name: str, states: str | None, master: torch.dtype, cuts: list
     for first, last in pairwise(cuts):
         gradient, storage = torch.zeros(last - first), Storage(torch.float32, states, noise)
         own = values[first:last].clone()
-        made = make_optimizer(own, gradient, first, (), (), 704, optimizer, torch.float32, storage)
+        made = make_optimizer(own, gradient, first, (), 704, optimizer, torch.float32, storage)
         for each in gradients:
             gradient.copy_(each[first:last])
             made.update(0.01)

@@ -12,7 +12,8 @@ a reduce-scatter followed by a gather. Per block, with P trainable padded elemen
                               tiers optimizer+1 .. island  once an exchange (gather); and numbers over all tiers
     refresh                   tiers optimizer .. params+1  once a step; of matrices that are held as codes, a number
                                                            each before over tiers 0 .. optimizer (a gather on each)
-    orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon
+    orthogonalise             tiers optimizer .. 0         once a step, of layers under Muon, and then
+                              tiers last .. 0              among the R tensor ranks that cut its matrices, R P elements
     pipeline, p._backward     between stages               once a micro-batch (`stage_sends`)
     tie                       between stages               once a step
     counts                    all tiers, of a stage        once a step, of mixtures (terrace.plan.counts)
@@ -70,6 +71,9 @@ def step_bytes(
     def add(message: MessageClass, flat: FlatParamSpec, times: int = 1, source: int | None = None) -> None:
         for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, source, flat.num_scales)):
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
+        if message is MessageClass.ORTHOGONALISE:
+            for hop in block_hops(flat.layout.across, plan, message, flat.padded * flat.layout.across.degree)[1]:
+                total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 
     own, held = (range(len(blocks)),) * 2 if stage is None else (stage.own, stage.held)
     # Replicated parameters are never gathered.

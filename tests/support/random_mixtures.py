@@ -99,7 +99,7 @@ def _head_size(model: Mapping[str, Any]) -> int:
 
 def _with_experts(random: Random, case: Case, gates: Sequence[str]) -> Case:
     takes_whole = case.optimizer["name"] == "muon"
-    table = _table(random, case, may_cut=not takes_whole)
+    table = _table(random, case)
     plan = {**case.plan, "experts": table} | _messages(random, table)
     if _splits_sequences(case) or case.plan.get("balance") == "cost":
         gates = [gate for gate in gates if gate != "expert_choice"]
@@ -115,7 +115,7 @@ def _splits_sequences(case: Case) -> bool:
     return any("context" in row or "rows" in row.get("tensor", {}) for row in case.plan["mapping"].values())
 
 
-def _table(random: Random, case: Case, *, may_cut: bool) -> dict[str, dict[str, int]]:
+def _table(random: Random, case: Case) -> dict[str, dict[str, int]]:
     """Degrees of the table `experts`, each of whose factors of 2 is given to rows, to expert or to neither."""
     table: dict[str, dict[str, int]] = {}
     if random.random() < 0.15:
@@ -124,7 +124,7 @@ def _table(random: Random, case: Case, *, may_cut: bool) -> dict[str, dict[str, 
         left = size // case.plan["mapping"].get(tier, {}).get("pipeline", 1)
         while left > 1:
             left //= 2
-            axis = random.choice(("expert", "expert", "rows" if may_cut else "expert", ""))
+            axis = random.choice(("expert", "expert", "rows", ""))
             if axis:
                 row = table.setdefault(tier, {})
                 row[axis] = 2 * row.get(axis, 1)

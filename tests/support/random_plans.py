@@ -133,7 +133,7 @@ def draw(seed: int) -> Case:
     mapping = {tier: _row(random, size, own) for tier, size in zip(TIERS, sizes, strict=False) if random.random() < 0.8}
     plan = _plan(random, sizes, mapping, _num_layers(model) + 2, own)
     num_micros = random.randint(1, 5)
-    optimizer = _optimizer(random, family, any("tensor" in row for row in mapping.values()))
+    optimizer = _optimizer(random, family)
     return Case(
         seed=seed,
         own=own,
@@ -222,8 +222,8 @@ def _pipeline(random: Random, stages: int, num_blocks: int) -> dict[str, Any]:
     return found
 
 
-def _optimizer(random: Random, family: str, cuts_matrices: bool) -> dict[str, Any]:
-    name = random.choice(("adamw", "lion" if family in UNCANCELLED else "adamw", "adamw" if cuts_matrices else "muon"))
+def _optimizer(random: Random, family: str) -> dict[str, Any]:
+    name = random.choice(("adamw", "lion" if family in UNCANCELLED else "adamw", "muon"))
     table = {
         "name": name,
         "beta1": random.choice((0.8, 0.9)),

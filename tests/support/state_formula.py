@@ -27,6 +27,7 @@ state and are not counted here, nor is scratch memory of kernels. NCCL receives 
 flight takes less than the formula's.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import chain, product
@@ -98,11 +99,15 @@ def model_state_bytes(
 
 def _peak_directions(flats: Sequence[Sequence[FlatParamSpec]], held: Sequence[int]) -> int:
     # A layer is gathered for Muon while the one before it is updated.
-    sizes = [
-        sum(flat.padded for flat in flats[block] if flat.num_orthogonal and flat.layout.span(flat.layout.optimizer) > 1)
-        for block in orthogonalised(flats, held)
-    ]
+    sizes = [sum(map(_gathered, flats[block])) for block in orthogonalised(flats, held)]
     return max(map(sum, zip(sizes, [*sizes, 0][1:], strict=True)), default=0)
+
+
+def _gathered(flat: FlatParamSpec) -> int:
+    # P elements for each of the tensor ranks that cut its matrices, unless a rank's slice is all of them.
+    cut = math.prod(flat.layout.ranks.total(axis) for of_dim in flat.params[0].cuts for axis in {*of_dim} - {"expert"})
+    is_whole = cut * flat.layout.span(flat.layout.optimizer) == 1
+    return 0 if is_whole or not flat.num_orthogonal else cut * flat.padded
 
 
 def _peak_gathered(stays: Sequence[Residency], whole: Sequence[int]) -> int:
@@ -162,6 +167,9 @@ def _largest_buffers(
                 reduction, gathering = block_hops(flat.layout, plan, message, flat.padded, source)
                 lanes[lane] = max(lanes[lane], arena_bytes(reduce_buffers(plan, message, reduction)))
                 lanes[lane] = max(lanes[lane], arena_bytes(gather_buffers(plan, message, gathering)))
+                if message is MessageClass.ORTHOGONALISE:
+                    hops = block_hops(flat.layout.across, plan, message, _gathered(flat))[1]
+                    lanes[lane] = max(lanes[lane], arena_bytes(gather_buffers(plan, message, hops)))
     # Where a part is cut depends on the size, so the largest buffer need not have the largest part.
     sizes = {(flat.layout, flat.padded) for flat in chain(*flats) if flat.trainable} if plan.expert_gaps else set()
     for message, (of, padded) in product(GRADIENTS, sizes):

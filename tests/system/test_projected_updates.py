@@ -145,7 +145,11 @@ def test_wrong_numbers_are_named(table: dict[str, Any], words: str) -> None:
         ({"update": "galore:x"}, "update = 'galore:x' is not of the form 'galore:RANK'"),
         ({"update": "muon:2"}, "update = 'muon:2' is not of the form 'muon'"),
         ({"update": "adam"}, "update = 'adam' names no optimizer; did you mean 'adamw'?"),
-        ({"update": "lsp:4:2", "mapping": {"package": {"tensor": 2}}}, "optimizer 'lsp' takes whole matrices, and the"),
+        ({"update": "lsp:4:2", "mapping": {"package": {"tensor": 2}}}, "optimizer 'lsp' keeps projectors of whole"),
+        (
+            {"update": "galore:2", "experts": {"package": {"rows": 2}}},
+            "optimizer 'galore' keeps projectors of whole matrices, and rows of the table experts cut them",
+        ),
         (
             {"update": "galore:2", "params": "device", "grads": "device", "optimizer": "package"}
             | {"outer": Outer(tier="node", every=2)},
@@ -158,6 +162,6 @@ def test_plans_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -
     cluster = cluster_of(2, 2)
     plan: Plan = replace(exact("ddp", cluster), **changes)
     with pytest.raises(PlanError) as caught:
-        build(cluster, plan, MODELS[MODEL].declared, 1)
+        build(cluster, plan, MODELS[EXPERTS if plan.experts else MODEL].declared, 1)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
