@@ -244,7 +244,7 @@ def test_what_experts_cannot_be_combined_with() -> None:
     with pytest.raises(PlanError, match="2 tensor columns, and"):
         validate(CLUSTER, columns, [BLOCK])
     with pytest.raises(PlanError, match="rows of the table experts cut them"):
-        validate(CLUSTER, replace(PLANS["all"], update="muon"), [BLOCK])
+        validate(CLUSTER, replace(PLANS["all"], update="galore:2"), [BLOCK])
     inside = replace(PLANS["all"], params="node", grads="node", optimizer="node")
     with pytest.raises(PlanError, match=r"crosses tier 'system', and outer\.tier"):
         validate(CLUSTER, replace(inside, outer=Outer(tier="system", every=2)), [BLOCK])

@@ -35,6 +35,7 @@ from terrace.plan.context_traffic import NO_ATTENTION, AttentionBytes, ContextTr
 from terrace.plan.counts import num_counts
 from terrace.plan.edges import Edge, edge_of
 from terrace.plan.flats import FlatParamSpec, block_flats, stage_layout, world_layout
+from terrace.plan.hops import Hop
 from terrace.plan.mesh import Mesh
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
@@ -69,11 +70,8 @@ def step_bytes(
     total: Bytes = defaultdict(int)
 
     def add(message: MessageClass, flat: FlatParamSpec, times: int = 1, source: int | None = None) -> None:
-        for hop in chain(*block_hops(flat.layout, plan, message, flat.padded, source, flat.num_scales)):
+        for hop in _hops(plan, flat, message, source):
             total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
-        if message is MessageClass.ORTHOGONALISE:
-            for hop in block_hops(flat.layout.across, plan, message, flat.padded * flat.layout.across.degree)[1]:
-                total[message, layout.tiers[hop.tier]] += times * hop.sent_bytes
 
     own, held = (range(len(blocks)),) * 2 if stage is None else (stage.own, stage.held)
     # Replicated parameters are never gathered.
@@ -131,6 +129,13 @@ def step_bytes(
             for tier, num_bytes in tensor.sends(inside):
                 total[MessageClass.TENSOR, layout.tiers[tier]] += num_micros * num_bytes
     return dict(total)
+
+
+def _hops(plan: Plan, flat: FlatParamSpec, message: MessageClass, source: int | None) -> list[Hop]:
+    hops = [*chain(*block_hops(flat.layout, plan, message, flat.padded, source, flat.num_scales))]
+    if message is MessageClass.ORTHOGONALISE:
+        hops += block_hops(flat.layout.across, plan, message, flat.padded * flat.layout.across.degree)[1]
+    return hops
 
 
 def block_bytes(
