@@ -12,7 +12,9 @@ At every level the closed price counts what is chosen, and what is dearest to co
     whole      with data and context ranks
     fitting    with as much recomputation as it needs
 
-The cheapest so far is completed first, so most of a space never gets a whole price.
+The cheapest so far is completed first, so most of a space never gets a whole price. Prices of open candidates have
+margins for what is still to be chosen, so that fewer of them are opened; before a search ends they lose these, and what
+is then cheap enough is opened, too.
 """
 
 import math
@@ -45,7 +47,8 @@ from terrace.planner.stages import SERIAL, has_halves
 from terrace.planner.task import Candidate, Placement, num_micros
 from terrace.program.schedules.registry import takes_unit
 
-# A price grows with what is chosen later, on large clusters by a tenth to a half; part of that is added in advance.
+# A price grows with what is chosen later, on large clusters by a tenth to a half; part of that is added in advance, until
+# a search would end (`Choices.are_plain`): where nothing is waited for, a price does not grow.
 INSIDE = 1.1
 _TIMED = 1.08
 _WITH_STATES = 1.05
@@ -73,6 +76,12 @@ class Entry(NamedTuple):
     level: Level
     candidate: Candidate
     further: Callable[[], Iterable["Entry"]]
+    margin: float = 1.0  # by which the price was multiplied in advance
+
+    @property
+    def plain(self) -> "Entry":
+        """The entry at its price without a margin."""
+        return self._replace(price_s=self.price_s / self.margin, margin=1.0)
 
 
 _Turns = list[tuple[float, Callable[[], Iterable[Entry]]]]  # the cheapest last
@@ -86,18 +95,23 @@ class Choices:
         self.prices, self.floors, self.fitting = prices, floors, fitting
         self.group_prices = GroupPrices(space, self.prices)
         self.num_shapes = self.num_priced = self._number = 0
+        self.are_plain = False  # whether prices of open entries have no margins
 
     def by_price(self, patience: Patience = ENDLESS) -> Iterator[Entry]:
         """Entries of whole candidates in ascending price, and of those that fit."""
-        heap = list(self.groups())
+        heap, are_plain = list(self.groups()), False
         heapify(heap)
         while heap:
             patience.check()
             entry = heappop(heap)
             if entry.level is not Level.OPEN:
                 yield entry
+            if self.are_plain and not are_plain:  # the entry comes again, after what is cheaper without margins
+                heap, are_plain = [each.plain for each in (*heap, entry)], True
+                heapify(heap)
+                continue
             for further in entry.further():
-                heappush(heap, further)
+                heappush(heap, further.plain if are_plain else further)
 
     def _entry(
         self,
@@ -105,19 +119,21 @@ class Choices:
         candidate: Candidate,
         further: Callable[[], Iterable[Entry]],
         level: Level = Level.OPEN,
+        margin: float = 1.0,
     ) -> Entry:
         self._number += 1
-        return Entry(price_s, self._number, level, candidate, further)
+        return Entry(margin * price_s, self._number, level, candidate, further, margin)
 
-    def _in_turn(self, candidate: Candidate, turns: _Turns, factor: float = 1.0) -> Iterator[Entry]:
+    def _in_turn(self, candidate: Candidate, turns: _Turns, margin: float = 1.0) -> Iterator[Entry]:
         """The entries of each of the turns, which begin with the cheapest."""
         if turns:
-            yield self._entry(factor * turns[-1][0], candidate, partial(self._next, candidate, turns, factor))
+            further = partial(self._next, candidate, turns, margin)
+            yield self._entry(turns[-1][0], candidate, further, margin=margin)
 
-    def _next(self, candidate: Candidate, turns: _Turns, factor: float) -> Iterator[Entry]:
+    def _next(self, candidate: Candidate, turns: _Turns, margin: float) -> Iterator[Entry]:
         _, further = turns.pop()
         yield from further()
-        yield from self._in_turn(candidate, turns, factor)
+        yield from self._in_turn(candidate, turns, margin)
 
     def groups(self) -> Iterator[Entry]:
         """The groups of the space."""
@@ -126,13 +142,13 @@ class Choices:
             mesh, micro_batch = group.member.mesh, group.alike[0][1]
             candidate = Candidate(0, 1, "", 1, micro_batch, _NOWHERE, mesh)
             works = self.group_prices.works(group, candidate, context=False, exact=False)
-            price_s = INSIDE * self.group_prices.least_s(group, works)
-            yield self._entry(price_s, candidate, partial(self._timed, group, candidate, works))
+            price_s = self.group_prices.least_s(group, works)
+            yield self._entry(price_s, candidate, partial(self._timed, group, candidate, works), margin=INSIDE)
 
     def _timed(self, group: Group, candidate: Candidate, works: Sequence[Work]) -> Iterator[Entry]:
         price_s = self._least_s(group, works)
         if price_s < math.inf:
-            yield self._entry(_TIMED * price_s, candidate, partial(self._divided, group, candidate))
+            yield self._entry(price_s, candidate, partial(self._divided, group, candidate), margin=_TIMED)
 
     def _least_s(self, group: Group, works: Sequence[Work]) -> float:
         return min([least.step_s for least in self.group_prices.least_of_each(group, works)], default=math.inf)
@@ -142,8 +158,8 @@ class Choices:
         for each in divided_groups(self.space, group) if group.shape.divides else (group,):
             found = candidate._replace(mesh=each.member.mesh)
             works = self.group_prices.works(each, found, exact=False)
-            price_s = _TIMED * self._least_s(each, works)
-            yield self._entry(price_s, found, partial(self._with_states, each, found, works))
+            further = partial(self._with_states, each, found, works)
+            yield self._entry(self._least_s(each, works), found, further, margin=_TIMED)
 
     def _with_states(self, group: Group, candidate: Candidate, works: Sequence[Work]) -> Iterator[Entry]:
         """The group, with the least messages of states of the placements that may fit."""
@@ -152,7 +168,7 @@ class Choices:
         if possible:
             price_s = self._least_exposing_s(group, works, possible)
             further = partial(self._scheduled, group, candidate, possible)
-            yield self._entry(_WITH_STATES * price_s, candidate, further)
+            yield self._entry(price_s, candidate, further, margin=_WITH_STATES)
 
     def _least_exposing_s(self, group: Group, works: Sequence[Work], possible: Sequence[Exposed]) -> float:
         """The least of the prices of `_exposing`."""
@@ -181,7 +197,8 @@ class Choices:
                     continue
                 for unit in passing_units(self.space, group.num_micros) if takes_unit(schedule) else (1,):
                     found = candidate._replace(schedule=schedule, chunks=chunks, unit=unit)
-                    yield self._entry(_WITH_STATES * price_s, found, partial(self._paced, group, found))
+                    further = partial(self._paced, group, found)
+                    yield self._entry(price_s, found, further, margin=_WITH_STATES)
 
     def _possible(self, candidate: Candidate, counts: Counts, flying: float = 1.0) -> list[Exposed]:
         """The placements with which a first stage of `counts` may fit, with the most recomputation."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from terrace.base.collection import no_collection
 from terrace.base.errors import PlanError
 from terrace.plan.search_limits import FINALISTS, MOST_PLAYED
-from terrace.planner.choices import INSIDE, Choices, Level
+from terrace.planner.choices import Choices, Level
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.fitting import Fitting
 from terrace.planner.patience import ENDLESS, Patience
@@ -26,7 +26,7 @@ _MARGIN = 0.015  # part of the lowest price by which a plan's price may be highe
 _NEAR = 0.002  # part of the best step by which a plan's must be shorter to be worth a play: twice a tie
 _SEVERAL = 5  # plays tell by how much prices are too high at most
 _ALIKE = 1.1  # steps that are longer by more than this miss something that other plans need not miss
-_CHECKS = 10  # of memory, which take as long as a play
+_CHECKS = 20  # of memory, which take as long as a play
 _MORE_CHECKS = 10  # times as many are made while nothing fits: some seconds, after which few plans are left unseen
 _SURELY = 0.9  # part of the least price that a step takes at least
 
@@ -76,7 +76,10 @@ class Search:
         """The `count` best candidates after at most `limit` plays. Raises `OutOfTimeError` after `patience`."""
         played, likely, is_complete, finalists = list[Estimate](), _Likely(), True, list[Estimate]()
         for entry in self.choices.by_price(patience):
-            if entry.price_s > likely.price_s:
+            if entry.price_s > likely.price_s and len(played) >= min(count, FINALISTS):
+                if not self.choices.are_plain:  # what margins have held back may be faster
+                    self.choices.are_plain = True
+                    continue
                 if len(played) >= count:
                     break
                 if len(played) >= FINALISTS and not finalists:  # those of a search that shows fewer
@@ -110,7 +113,7 @@ class Search:
 
     def least_s(self) -> float:
         """A step that no plan of the space falls below; infinite for an empty space."""
-        return _SURELY / INSIDE * min((entry.price_s for entry in self.choices.groups()), default=math.inf)
+        return _SURELY * min((entry.plain.price_s for entry in self.choices.groups()), default=math.inf)
 
 
 def find(

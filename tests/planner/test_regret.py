@@ -55,3 +55,17 @@ def test_no_small_change_is_faster_unless_a_pin_rules_it_out(space: Space) -> No
     assert all(each.note == "ruled out by a pin" for each in changes if each.step_s < 0.999 * best.step_s)
     allowed = {each.words for each in changes if not each.note and each.words.startswith("micro_batch")}
     assert all(space.pins.allows("micro_batch", int(words.split()[-1])) for words in allowed)
+
+
+def test_more_memory_makes_no_plan_slower() -> None:
+    """Where nothing is waited for, a price does not grow by the margin that it has while numbers are open.
+
+    A 13B Llama on 64 A100 with sequences of 8,192: two sequences a micro-batch need much recomputation, and their prices
+    without it are below those of one sequence, which needs little.
+    """
+    model = {"model_type": "llama", "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40}
+    sizes = {"intermediate_size": 13824, "vocab_size": 128000, "max_position_embeddings": 8192}
+    cluster = load_cluster("dgx-a100").resized(8)
+    space = Space(task=Task(model=parse_model(model | sizes), cluster=cluster, batch=512, sequence=8192))
+    steps = [min(each.step_s for each in find(space, capacity_bytes=most)[0].best) for most in (80.75e9, 76.5e9)]
+    assert steps[0] <= steps[1]
