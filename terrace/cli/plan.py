@@ -33,7 +33,7 @@ from terrace.planner.bottleneck import waits_outside
 from terrace.planner.evaluate import step_of
 from terrace.planner.explain import preset_changes, reasons
 from terrace.planner.formats import Allowed, Searched, of_every_class, parse_allowed
-from terrace.planner.headroom import headrooms
+from terrace.planner.headroom import headrooms, settled
 from terrace.planner.kept import KeptSearch, take_keep
 from terrace.planner.loops import Loop, island_pins, island_task, least_loop, rows_of
 from terrace.planner.members import Deal, best_deal, slowest
@@ -48,7 +48,7 @@ from terrace.planner.schedule_pins import check_schedule
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
 from terrace.planner.tensor_chunks import find_cut, take_chunks
-from terrace.planner.ties import Ties, settle
+from terrace.planner.ties import Ties
 from terrace.planner.verdicts import Headroom, refusal
 from terrace.program.schedules.registry import schedule_names
 from terrace.report.cycles import cycle_table, cycle_words
@@ -148,7 +148,8 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     searched = found.searched
     if not searched.found.best:
         raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
-    task, ties = searched.space.task, settle(searched.space.task, searched.found.best)
+    task = searched.space.task
+    ties = settled(searched.space, searched.evaluator, searched.found.best, options.limit)
     rooms: Sequence[Headroom] = ()
     if options.robust:
         rooms = headrooms(searched.space, searched.evaluator, ties.best[0], options.limit)

@@ -18,6 +18,7 @@ from terrace.cluster.presets import lay_over, parse_cluster
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, load_model
 from terrace.planner.evaluate import step_of
+from terrace.planner.headroom import settled
 from terrace.planner.members import slowest
 from terrace.planner.outlook import outlook
 from terrace.planner.pins import Pins, parse_axes
@@ -25,7 +26,6 @@ from terrace.planner.rent import Market, Offer, Offers, Rented, priced
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
-from terrace.planner.ties import settle
 from terrace.planner.verdicts import lack
 from terrace.report.page import page_html
 from terrace.report.plans import plan_words
@@ -58,11 +58,12 @@ class _Training:
         """The row of an offer at one size: of its best plan, or with the reason why there is none."""
         size, devices = cluster.tiers[-1].size, cluster.world_size
         row = Rented(offer=offer, name=offer.name or cluster.name, num_nodes=size, num_devices=devices)
-        found, _ = find(Space(task=task, axes=self.axes, pins=Pins()), limit=self.limit)
+        space = Space(task=task, axes=self.axes, pins=Pins())
+        found, evaluator = find(space, limit=self.limit)
         if not found.best:
             indivisible = f"a batch of {self.batch} does not divide over its {counted(devices, 'device')}"
             return replace(row, reason=lack(task, found.nearest) if found.nearest else indivisible)
-        best = settle(task, found.best).best[0]
+        best = settled(space, evaluator, found.best, self.limit).best[0]
         plan, failures, goodput = plan_of(task, best.candidate), cluster.failures, 1.0
         machines, spares = num_machines(cluster), 0
         if failures.are_known:

@@ -23,12 +23,12 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import PRESETS, command_plan
 from terrace.plan.search_limits import FINALISTS
 from terrace.planner.evaluate import step_of
+from terrace.planner.headroom import settled
 from terrace.planner.pins import Pins
 from terrace.planner.scaling import PlanOf, Scaling, curve, preset_plan, sizes_up_to
 from terrace.planner.search import find
 from terrace.planner.space import Space
 from terrace.planner.task import Task, plan_of
-from terrace.planner.ties import settle
 from terrace.planner.verdicts import Point, lack
 from terrace.report.plans import hidden_words, missing_words, numbers_words, plan_words, scaling_svg, scaling_table
 from terrace.report.tables import outer_words
@@ -132,9 +132,10 @@ def _plan(task: Task, name: str | None) -> tuple[Plan, str]:
                 f"preset {name!r} does not run at the largest size: {error}; use more nodes or another --batch"
             ) from error
         return plan, plan_words(replace(task, wire=plan.wire), candidate)
-    found, _ = find(Space(task=task, axes=("data",), pins=Pins()), count=FINALISTS)
+    space = Space(task=task, axes=("data",), pins=Pins())
+    found, evaluator = find(space, count=FINALISTS)
     if not found.best:
         why = lack(task, found.nearest) if found.nearest else f"a batch of {task.batch} does not divide over the ranks"
         raise PlanError(f"no data-parallel plan runs at the largest size: {why}; use more nodes or another --batch")
-    candidate = settle(task, found.best).best[0].candidate
+    candidate = settled(space, evaluator, found.best).best[0].candidate
     return plan_of(task, candidate, name="planned"), plan_words(task, candidate)

@@ -47,8 +47,8 @@ from terrace.planner.stages import SERIAL, has_halves
 from terrace.planner.task import Candidate, Placement, num_micros
 from terrace.program.schedules.registry import takes_unit
 
-# A price grows with what is chosen later, on large clusters by a tenth to a half; part of that is added in advance, until
-# a search would end (`Choices.are_plain`): where nothing is waited for, a price does not grow.
+# A price grows with what is chosen later, on large clusters by a tenth to a half; part of that is added in advance,
+# until a search would end (`Choices.are_plain`): where nothing is waited for, a price does not grow.
 INSIDE = 1.1
 _TIMED = 1.08
 _WITH_STATES = 1.05

@@ -11,8 +11,9 @@ the fastest tie. Among them comes first:
 3. then the plan with the fewest axes, then the fewest keys that no preset has;
 4. then the faster.
 
-Only the `FINALISTS` best of a search are considered, so the first plan does not depend on how many are shown. Further
-plans keep their order. A plan that is slower by more than `tie_share` never comes before the fastest.
+Only the `FINALISTS` best of a search are considered, and the first of those that leave a fifth of the device
+(terrace.planner.headroom), so the first plan does not depend on how many are shown. Further plans keep their order. A
+plan that is slower by more than `tie_share` never comes before the fastest.
 """
 
 from collections.abc import Sequence
@@ -68,17 +69,20 @@ class Ties(NamedTuple):
         return min(range(len(self.best)), key=lambda place: self.best[place].step_s)
 
 
-def settle(task: Task, estimates: Sequence[Estimate]) -> Ties:
-    """Settle the ties among a task's best plans, given in the order of their search; there is at least one."""
-    finalists, further = estimates[:FINALISTS], estimates[FINALISTS:]
+def settle(task: Task, estimates: Sequence[Estimate], others: Sequence[Estimate] = ()) -> Ties:
+    """Settle the ties among a task's best plans, given in the order of their search; there is at least one.
+
+    `others` are finalists that another search of the task has found.
+    """
+    finalists, further = (*estimates[:FINALISTS], *others), estimates[FINALISTS:]
     tier, end_s = slowest_tier(task), (1 + tie_share()) * min(each.step_s for each in finalists)
     tied, slower = _divided(finalists, end_s)
     fewest = min(crossing_bytes(each, tier) for each in tied)
     lean = [each for each in tied if crossing_bytes(each, tier) <= (1 + AS_FEW) * fewest]
-    emptiest = min(_beyond_full(task, each) for each in lean)
+    emptiest = min(beyond_full(task, each) for each in lean)
 
     def place(each: Estimate) -> tuple[float, ...]:
-        sent, beyond = crossing_bytes(each, tier), _beyond_full(task, each)
+        sent, beyond = crossing_bytes(each, tier), beyond_full(task, each)
         few = 0 if sent <= (1 + AS_FEW) * fewest else sent
         return few, 0 if beyond <= emptiest + AS_FULL else beyond, *_complexity(task, each), each.step_s
 
@@ -90,7 +94,7 @@ def settle(task: Task, estimates: Sequence[Estimate]) -> Ties:
     return Ties(best=(*settled, *more, *slower, *others), num_tied=len(tied) + len(more), tier=tier, by=by)
 
 
-def _beyond_full(task: Task, estimate: Estimate) -> float:
+def beyond_full(task: Task, estimate: Estimate) -> float:
     """Share of a device's memory that a plan uses beyond `FULL` of it."""
     return max(0.0, estimate.needed_bytes / task.cluster.device.memory_bytes - FULL)
 

@@ -9,7 +9,7 @@ import pytest
 from terrace.cluster.headroom import headroom_bytes
 from terrace.plan.search_limits import FINALISTS
 from terrace.planner.evaluate import Evaluator
-from terrace.planner.headroom import WIDER, headrooms
+from terrace.planner.headroom import WIDER, headrooms, settled
 from terrace.planner.ranking import Estimate, ranked
 from terrace.planner.search import find
 from terrace.planner.space import Space
@@ -18,7 +18,7 @@ from terrace.planner.ties import settle
 from terrace.report.plans import headrooms_table
 from terrace.report.uncertainty import is_tie
 from tests.support.exhaustive import exhaustive
-from tests.support.planner_cases import CLUSTERS, evaluator_of, small_task
+from tests.support.planner_cases import CLUSTERS, evaluator_of, long_13b, small_task
 
 
 def with_memory(task: Task, memory_bytes: float, headroom: str = "0%") -> Task:
@@ -80,6 +80,20 @@ def test_a_search_keeps_to_the_headroom_of_the_device() -> None:
     assert found.best[0].needed_bytes <= memory < needs[-1]
     rooms = headrooms(kept, evaluator, found.best[0], 400, ("1MB", "7GB", "8GB"))
     assert [room.headroom for room in rooms] == ["7GB", "8GB"]
+
+
+def test_a_tying_plan_that_leaves_a_fifth_comes_before_those_that_fill_a_device() -> None:
+    space = long_13b()
+    whole = space.task.cluster.device.memory_bytes
+    found, evaluator = find(space)
+    assert all(each.needed_bytes > 0.93 * whole for each in found.best)
+    ties = settled(space, evaluator, found.best)
+    first, fastest = ties.best[0], min(found.best, key=lambda each: each.step_s)
+    assert first.needed_bytes <= 0.8 * whole
+    assert is_tie(first.step_s, fastest.step_s)
+    assert ties.best[ties.fastest] == fastest
+    table = headrooms(space, evaluator, first, 24)
+    assert [room.best == first for room in table] == [True, True, True, False]
 
 
 def test_a_table_writes_a_plan_once() -> None:

@@ -15,6 +15,7 @@ from terrace.planner.task import Task
 from tests.support.drawn_spaces import drawn_space
 from tests.support.exhaustive import exhaustive
 from tests.support.nightly import nightly
+from tests.support.planner_cases import long_13b
 
 SPACES = range(40)
 FEW = (1, 2, 7, 10, 21, 23, 25, 39)  # of some dozens of plans each, which are played in every run
@@ -60,12 +61,9 @@ def test_no_small_change_is_faster_unless_a_pin_rules_it_out(space: Space) -> No
 def test_more_memory_makes_no_plan_slower() -> None:
     """Where nothing is waited for, a price does not grow by the margin that it has while numbers are open.
 
-    A 13B Llama on 64 A100 with sequences of 8,192: two sequences a micro-batch need much recomputation, and their prices
-    without it are below those of one sequence, which needs little.
+    A 13B Llama on 64 A100 with sequences of 8,192: two sequences a micro-batch need much recomputation, and their
+    prices without it are below those of one sequence, which needs little.
     """
-    model = {"model_type": "llama", "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40}
-    sizes = {"intermediate_size": 13824, "vocab_size": 128000, "max_position_embeddings": 8192}
-    cluster = load_cluster("dgx-a100").resized(8)
-    space = Space(task=Task(model=parse_model(model | sizes), cluster=cluster, batch=512, sequence=8192))
+    space = long_13b()
     steps = [min(each.step_s for each in find(space, capacity_bytes=most)[0].best) for most in (80.75e9, 76.5e9)]
     assert steps[0] <= steps[1]

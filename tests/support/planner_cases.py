@@ -10,6 +10,7 @@ from terrace.model.config import ModelConfig, parse_model
 from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.plan.mesh import Mesh
 from terrace.planner.evaluate import Evaluator
+from terrace.planner.space import Space
 from terrace.planner.task import Task
 from tests.support.mixtures import mixture
 
@@ -51,6 +52,14 @@ def adapted(task: Task) -> Task:
     """The task with adapters of attention alone to train."""
     lora = LoraConfig(rank=4, targets=("layers.*.attention.*",))
     return replace(task, declared=with_adapters(block_specs(task.model), lora))
+
+
+def long_13b() -> Space:
+    """Plans of a 13B Llama with sequences of 8,192 on 64 A100 of 80 GB, which published runs fill."""
+    model = {"model_type": "llama", "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40}
+    sizes = {"intermediate_size": 13824, "vocab_size": 128000, "max_position_embeddings": 8192}
+    cluster = load_cluster("dgx-a100").resized(8)
+    return Space(task=Task(model=parse_model(model | sizes), cluster=cluster, batch=512, sequence=8192))
 
 
 def task_on(cluster: Cluster) -> Task:
