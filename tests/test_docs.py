@@ -20,7 +20,7 @@ from terrace.plan.outer import Outer
 from terrace.plan.plan import Plan
 from terrace.plan.pruning import BlockPruning
 from terrace.rl.algorithms.algorithm import Algorithm
-from terrace.rl.keys import RewardKeys, RunKeys
+from terrace.rl.keys import EnvironmentKeys, RewardKeys, RunKeys
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.keys import TrainConfig
 from tests.support.documents import DOCS, runs_here, shown_commands
@@ -49,7 +49,7 @@ def _keys(*tables: type) -> list[str]:
         ("lora.md", _keys(LoraConfig)),
         ("experts.md", _keys(BalanceConfig)),
         ("pruning.md", _keys(BlockPruning)),
-        ("rl.md", _keys(RunKeys, RewardKeys, Algorithm)),
+        ("rl.md", _keys(RunKeys, RewardKeys, EnvironmentKeys, Algorithm)),
         ("training.md", _keys(DataConfig, TrainConfig, OptimizerConfig)),
     ],
 )

@@ -13,7 +13,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.plan import Plan
 from terrace.plan.validate import check_micro_batch, num_micro_batches
 from terrace.rl.algorithms.algorithm import Algorithm
-from terrace.rl.keys import RewardKeys, RunKeys
+from terrace.rl.keys import EnvironmentKeys, RewardKeys, RunKeys
 from terrace.rl.placing import (
     ACTOR,
     COST,
@@ -40,6 +40,7 @@ class RlConfig:
     plan: Plan
     run: RunKeys
     reward: tuple[RewardKeys, ...]
+    environment: EnvironmentKeys = field(default_factory=EnvironmentKeys)
     cost: RewardKeys | None = None
     algorithm: Algorithm = field(default_factory=Algorithm)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -125,4 +126,6 @@ def to_toml_table(config: RlConfig) -> dict[str, Any]:
     """The resolved configuration; `parse` reads it back to an equal value."""
     table = {item.name: dump(getattr(config, item.name)) for item in fields(config)}
     table["model"] = dump(to_table(config.model))
+    if not config.environment.name:
+        del table["environment"]
     return {name: value for name, value in table.items() if value is not None and value not in ("", [], {})}

@@ -44,7 +44,7 @@ def _of_file(config: RlConfig) -> str:
 def _reward_timeout(config: RlConfig) -> str:
     if any(each.function for each in config.rewards):
         return ""
-    return f"it is for rewards by a function, and all rewards are models; {_LEAVE}"
+    return f"it is for rewards by a function, and there is none; {_LEAVE}"
 
 
 def _timeout(config: RlConfig) -> str:

@@ -31,6 +31,8 @@ _MAY_CHANGE = (
     *("steps", "rows", "reference", "metrics", "timeout_s", "reward_timeout_s", "high_lr"),
     *("evaluate_every", "checkpoint_every", "keep_checkpoints"),
 )
+# And of [environment], what decides about waiting and faults alone.
+_MAY_CHANGE_OF_ENVIRONMENT = ("deadline_s", "most_faults")
 _OURS = "terrace."  # reward functions of these modules are identified by name alone
 _READ_BYTES, _NUM_READERS = 4 << 20, 8
 
@@ -47,6 +49,9 @@ def identity(
     found = {f"{name}.{key}": value for name, section in sections.items() for key, value in (section or {}).items()}
     for name in _MAY_CHANGE:
         del found[f"run.{name}"]
+    if config.environment.name:
+        kept = {key: value for key, value in dump(config.environment).items() if key not in _MAY_CHANGE_OF_ENVIRONMENT}
+        found |= {f"environment.{key}": value for key, value in kept.items()}
     known: dict[str, Any] = {"weights": config.weights, "tokenizer": tokenizer.fingerprint, "ends": sorted(stops)}
     return {**found, **known, **contents}
 
@@ -65,6 +70,8 @@ def fixes_of(config: RlConfig) -> dict[str, str]:
         module = reward.function.partition(":")[0]
         found[f"{name}.function"] = f"restore the module {module} and those beside it that it imports"
         found[f"{name}.model"] = f"restore the weights and config.json in {reward.model}"
+    module = config.environment.name.partition(":")[0]
+    found["environment.name"] = f"restore the module {module} and those beside it that it imports"
     return found
 
 
@@ -82,6 +89,8 @@ def contents_of(config: RlConfig, prompts: "PromptSource") -> dict[str, str]:
         reference = Path(config.reference_folder)
         is_run = (reference / "config.toml").is_file()
         found["run.reference"] = " ".join(version_of(str(reference))) if is_run else _weights_digest(reference)
+    if config.environment.name:
+        found["environment.name"] = _function_digest(config.environment.name)
     rewards = {f"reward[{index}]": reward for index, reward in enumerate(config.reward)}
     for name, reward in (rewards | ({} if config.cost is None else {COST: config.cost})).items():
         if reward.model:

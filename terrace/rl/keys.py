@@ -7,7 +7,7 @@ from terrace.base.errors import ConfigError, did_you_mean
 from terrace.runtime.settings import LARGEST
 from terrace.train.trackers import check_names
 
-TASKS = ("sort",)  # each has a TOML file beside this one
+TASKS = ("sort", "calculator")  # each has a TOML file beside this one
 _MOST = 1 << 31  # bound of all counts: more than any run or tensor dim needs
 _LONGEST_S = 1e6  # longest deadline, 11 days: waiting for connections overflows beyond 2^31 ms
 _MOST_OF = dict.fromkeys(("critic_lr", "start_lr"), LARGEST) | dict.fromkeys(
@@ -89,6 +89,33 @@ class RunKeys:
                 f"{self.responses} = {self.prompts * self.responses}"
             )
         check_names(self.metrics, "run.metrics")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentKeys:
+    """The environment that answers the turns of responses: a Python class; without a name a response is one turn."""
+
+    name: str = ""  # module:class
+    max_turns: int = 8  # of the policy in a response
+    deadline_s: float = 30.0  # of each call of a method
+    overlap: int = 4  # passes of a replica over its other responses, before it waits for an answer
+    most_faults: float = 0.1  # share of a step's responses whose environments may fail before the run ends
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if not self.name and value != item.default:
+                raise ConfigError(
+                    f"environment.{item.name} = {value} has no effect without an environment: name one with "
+                    'environment.name = "module:class", or leave it out'
+                )
+        for key, least in (("max_turns", 1), ("overlap", 1)):
+            if not least <= getattr(self, key) < _MOST:
+                raise ConfigError(f"environment.{key} = {getattr(self, key)} must be at least {least} and below 2^31")
+        if not 0 < self.deadline_s <= _LONGEST_S:
+            raise ConfigError(f"environment.deadline_s = {self.deadline_s} must be above 0 and at most {_LONGEST_S:g}")
+        if not 0 <= self.most_faults <= 1:
+            raise ConfigError(f"environment.most_faults = {self.most_faults} must be from 0 to 1")
 
 
 @dataclass(frozen=True, kw_only=True)

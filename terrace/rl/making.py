@@ -30,6 +30,7 @@ from terrace.rl.rules import naming
 from terrace.rl.run import START, Run, RunInputs
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.engine_rows import ALL
+from terrace.rl.workers.environments import EnvironmentSettings
 from terrace.rl.workers.policy import Actor, Reference, Student
 from terrace.rl.workers.reward_function import RewardFunction
 from terrace.rl.workers.reward_model import RewardModel
@@ -142,6 +143,7 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
         "seed": run.seed,
         "apart": apart,
         "timeout_s": run.timeout_s,
+        "environment": environment_of(config, inputs),
     }
     found: dict[str, _Worker] = {ACTOR: (Actor, {**draws, "algorithm": config.algorithm})}
     if apart is not None:
@@ -165,6 +167,20 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
             judge = {"function": reward.function, "tokenizer": tokenizer, "folder": os.getcwd()}
             found[role] = (RewardFunction, {**column, **judge, "deadline_s": run.reward_timeout_s})
     return found
+
+
+def environment_of(config: RlConfig, inputs: RunInputs | None) -> EnvironmentSettings:
+    """The environment of a run, for the role that generates."""
+    own = config.environment
+    return EnvironmentSettings(
+        name=own.name,
+        folder=os.getcwd(),
+        tokenizer=None if inputs is None else inputs.tokenizer,
+        chat="" if inputs is None else inputs.chat,
+        max_turns=own.max_turns,
+        deadline_s=own.deadline_s,
+        overlap=own.overlap,
+    )
 
 
 def started(inputs: RunInputs, runtime: Runtime, folder: Path, say: Callable[[str], None]) -> Run:

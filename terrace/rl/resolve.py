@@ -19,7 +19,7 @@ from terrace.rl.algorithms.algorithm import algorithm_of
 from terrace.rl.config import RlConfig, roles_of
 from terrace.rl.config_layers import given_table, resolve_table
 from terrace.rl.effects import check_effects
-from terrace.rl.keys import RewardKeys, RunKeys
+from terrace.rl.keys import EnvironmentKeys, RewardKeys, RunKeys
 from terrace.rl.placing import ACTOR, PoolKeys, check_plans, places_of
 from terrace.rl.rates import check_loaded_rates, with_rates
 from terrace.rl.rules import check_sections, check_sizes
@@ -111,6 +111,7 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool 
         raise ConfigError(f"weights = {table['weights']!r} must be the name of a folder")
     cluster = parse_cluster(dict(table["cluster"]))
     optimizer = load(OptimizerConfig, table.get("optimizer", {}), "optimizer")
+    environment = load(EnvironmentKeys, table.get("environment", {}), "environment")
     rewards = table.get("reward", [])
     if not isinstance(rewards, list):
         raise ConfigError(f"reward = {rewards!r} must be a list of tables: write [[reward]] for each")
@@ -125,6 +126,7 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool 
         plan=plans[ACTOR],
         run=run,
         reward=reward,
+        environment=environment,
         cost=cost,
         algorithm=algorithm,
         optimizer=optimizer,

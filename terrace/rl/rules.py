@@ -10,7 +10,7 @@ from terrace.plan.mesh import TENSOR, Mesh
 from terrace.rl.config import RlConfig
 from terrace.rl.keys import RunKeys
 from terrace.rl.placing import ACTOR, ROLLOUT
-from terrace.rl.sort_task import LONGEST_PROMPT, LONGEST_RESPONSE, VOCAB
+from terrace.rl.tasks import TASKS
 from terrace.train.teacher_keys import check_same_tokens
 
 
@@ -46,9 +46,11 @@ def check_sections(config: RlConfig) -> None:
             f"[cost] and algorithm.name = {algorithm.name!r}: safe-rlhf needs a [cost], and no other algorithm has one"
         )
     _check_reference(config)
-    if not config.reward and not algorithm.traits.is_distilled:
-        raise ConfigError('reward is missing: write [[reward]] for each, with function = "module:function"')
-    if config.reward and not any(reward.weight for reward in config.reward):
+    if not (config.reward or config.environment.name or algorithm.traits.is_distilled):
+        raise ConfigError(
+            'reward is missing: write [[reward]] for each, with function = "module:function", or [environment]'
+        )
+    if config.reward and not config.environment.name and not any(reward.weight for reward in config.reward):
         raise ConfigError("every [[reward]] has weight = 0, so all responses count alike: give one of them a weight")
     if algorithm.overlong_window > run.max_response:
         raise ConfigError(
@@ -65,6 +67,11 @@ def check_sections(config: RlConfig) -> None:
         raise ConfigError(
             f"algorithm.entropy = {algorithm.entropy} has no form where a tensor axis cuts the vocabulary: leave it "
             "out, or give the ranks of that axis to another"
+        )
+    if config.environment.name and config.environment.deadline_s >= run.timeout_s:
+        raise ConfigError(
+            f"environment.deadline_s = {config.environment.deadline_s:g} must be below run.timeout_s = "
+            f"{run.timeout_s:g}, since the call that draws waits for environments: raise run.timeout_s"
         )
     _check_task(run)
     if run.start_steps and not run.task:
@@ -113,21 +120,24 @@ def check_sizes(config: RlConfig) -> None:
 
 def check_vocabulary(run: RunKeys, model: ModelConfig) -> None:
     """Raise `ConfigError` for a model with a larger vocabulary than its task's; predictions skip this check."""
-    if run.task and vocabulary_size(model) > VOCAB:
+    if run.task and vocabulary_size(model) > (known := TASKS[run.task].tokenizer.vocab_size):
         raise ConfigError(
-            f"task {run.task!r} has a tokenizer of its own, of {VOCAB} tokens, and the model would write "
+            f"task {run.task!r} has a tokenizer of its own, of {known} tokens, and the model would write "
             f"{vocabulary_size(model)}: leave --model out, or give run.prompts_file in place of the task"
         )
 
 
 def _check_task(run: RunKeys) -> None:
-    if run.task and run.max_prompt < LONGEST_PROMPT:
+    if not run.task:
+        return
+    task = TASKS[run.task]
+    if run.max_prompt < task.longest_prompt:
         raise ConfigError(
-            f"run.max_prompt = {run.max_prompt}: prompts of task {run.task!r} have up to {LONGEST_PROMPT} tokens; "
-            "raise it"
+            f"run.max_prompt = {run.max_prompt}: prompts of task {run.task!r} have up to {task.longest_prompt} "
+            "tokens; raise it"
         )
-    if run.task and run.start_steps and run.max_response < LONGEST_RESPONSE:
+    if run.start_steps and run.max_response < task.longest_response:
         raise ConfigError(
             f"run.max_response = {run.max_response}: the responses that a supervised start learns have up to "
-            f"{LONGEST_RESPONSE} tokens; raise it, or set run.start_steps = 0"
+            f"{task.longest_response} tokens; raise it, or set run.start_steps = 0"
         )

@@ -34,7 +34,7 @@ from terrace.rl.identity import fixes_of, identity
 from terrace.rl.placing import ACTOR, LEARNING
 from terrace.rl.samples import Samples
 from terrace.rl.stream.saved import clear_states, read_state, state_file, write_state
-from terrace.rl.stream.stream import Drawing, stream_of
+from terrace.rl.stream.stream import Drawing, faults_of, stream_of
 from terrace.rl.values.prompts import PromptSource, rows_of
 from terrace.rl.values.rows import Rows
 from terrace.train.facts import check_facts, model_facts
@@ -58,6 +58,7 @@ class RunInputs:
     tokenizer: Tokenizer
     stops: frozenset[int]
     examples: Examples | None = None
+    chat: str = ""  # tokenizer file whose chat template prompts were rendered with; "" if they are texts
     contents: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -71,6 +72,7 @@ class Run:
         self._inputs, self._runtime, self._roles, self._folder = inputs, runtime, roles, folder
         config = inputs.config
         rewards = [each.function or Path(each.model).name for each in config.reward]
+        rewards += [config.environment.name] if config.environment.name else []
         self.samples = Samples(inputs.tokenizer, rewards, config.run.evaluate_every)
         self.calls, self._call_lines = dict[str, Any](), CallLines(config.places.values())
         self._generator = rollout or roles.actor
@@ -87,6 +89,8 @@ class Run:
             has_greedy=config.algorithm.traits.baseline == "greedy",
             max_lag=config.run.max_lag,
             is_apart=config.is_apart,
+            has_environments=bool(config.environment.name),
+            most_faults=config.environment.most_faults,
         )
 
     def _first_progress(self) -> Progress:
@@ -169,6 +173,8 @@ class Run:
         spans = [span for span in ended if span.end_s > begin_s]
         ranks = [pool.num_ranks for pool in self._runtime.pools]
         handed = {f"reshard/{name}": value for name, value in self._stream.numbers.items()}
+        if self._inputs.config.environment.name:
+            handed["environment/faults"], self._stream.num_faults = float(self._stream.num_faults), 0
         return handed | seconds_by_phase(spans) | idle_share([*spans, *under_way], ranks, begin_s, end_s)
 
     def evaluated(self) -> Metrics:
@@ -181,9 +187,16 @@ class Run:
         rows = rows | Rows({"seeds": seeds, "greedy": greedy})
         self._stream.hand_over(self._progress.step)
         rows = rows | self._generator.generate(rows)
+        # A response whose environment failed has what it earned before.
+        self._stream.faults += faults_of(rows)
         rows = rewarded(self._setup, rows)
         self.samples.held_out(rows)
         return {"val/reward": float(rows.tensor("reward").mean())}
+
+    def faults(self) -> list[str]:
+        """What environments did wrong since the last call, in words."""
+        found, self._stream.faults = self._stream.faults, []
+        return found
 
     def _save(self) -> Path:
         of_run = _facts(self._progress, self._inputs)

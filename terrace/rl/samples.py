@@ -6,13 +6,15 @@ fixed set of held-out prompts.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from typing import Any
 
 from terrace.data.tokenizer import Tokenizer
 from terrace.rl.values.ragged import Ragged
-from terrace.rl.values.rows import Rows
+from terrace.rl.values.rows import Rows, emitted_of
 
 DRAWN, HELD_OUT = "drawn", "held out"
+MODEL, ENVIRONMENT = "model", "environment"
 _DRAWN, _OF_A_PROMPT, _HELD_OUT = 6, 2, 4  # drawn responses, at most this many per prompt; held-out responses
 _EVERY = 10  # steps between samples, in a run without evaluation
 _LONGEST, _END = 1000, 300  # characters shown of a text, and how many of them from its end
@@ -33,6 +35,7 @@ class ShownSample:
     parts: dict[str, float] = field(default_factory=dict)
     cost: float | None = None
     advantage: float | None = None
+    turns: list[list[str]] = field(default_factory=list)  # (who, text) of each, if an environment answered
 
 
 class Samples:
@@ -72,8 +75,9 @@ class Samples:
             for number, name in enumerate(self._rewards)
             if f"score/{number}" in rows.columns
         }
+        responses, masks = rows.ragged("responses"), emitted_of(rows).lists()
         prompts, finish = rows.objects("prompt_texts"), rows.objects("finish")
-        for row, tokens in enumerate(rows.ragged("responses").rows()):
+        for row, tokens in enumerate(responses.rows()):
             yield ShownSample(
                 kind=kind,
                 prompt=shortened(str(prompts[row])),
@@ -83,7 +87,14 @@ class Samples:
                 parts={name: values[row] for name, values in parts.items()},
                 cost=None if costs is None else costs[row],
                 advantage=None if advantages is None else advantages[row],
+                turns=self._turns(tokens.tolist(), masks[row]),
             )
+
+    def _turns(self, tokens: Sequence[int], emitted: Sequence[bool]) -> list[list[str]]:
+        found = list[list[str]]()
+        for is_own, run in groupby(zip(emitted, tokens, strict=True), key=lambda each: each[0]):
+            found.append([MODEL if is_own else ENVIRONMENT, shortened(self._tokenizer.decode([x for _, x in run]))])
+        return found if len(found) > 1 else []
 
 
 def shortened(text: str) -> str:

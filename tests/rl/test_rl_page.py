@@ -59,7 +59,13 @@ def lines_of(folder: Path) -> dict[str, list[dict[str, Any]]]:
         ],
         "samples.jsonl": [
             {"step": 0, "samples": [sample("held out")]},
-            {"step": 10, "samples": [sample("drawn", cost=0.5, advantage=-1.5), sample("held out")]},
+            {
+                "step": 10,
+                "samples": [
+                    sample("drawn", cost=0.5, advantage=-1.5, turns=[["model", "?1*2"], ["environment", EVIL]]),
+                    sample("held out"),
+                ],
+            },
         ],
     }
 

@@ -105,6 +105,7 @@ def test_samples_are_the_first_two_responses_to_three_prompts() -> None:
         "parts": {"a:b (0)": 0.0, "a:b (1)": 1.0, "c:d": 2.0},
         "cost": 1.0,
         "advantage": 1.5,
+        "turns": [],
     }
     assert (found[-1]["parts"], found[-1]["cost"], found[-1]["advantage"]) == ({}, None, None)
 

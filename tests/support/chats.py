@@ -38,6 +38,16 @@ STRICT = (  # in the manner of older templates: turns must alternate, tokens are
     "{% else %}{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"
 )
 
+HERMES = (  # in the manner of Hermes and Qwen, with tools and their calls
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m.content }}\n"
+    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is a tier?"},

@@ -13,13 +13,16 @@ from terrace.rl.config import RlConfig
 from terrace.rl.making import check_roles, started
 from terrace.rl.resolve import resolve
 from terrace.rl.run import Run, RunInputs, checkpoint_of
-from terrace.rl.sort_task import END, SortPrompts, SortTokenizer
+from terrace.rl.tasks import TASKS
 from terrace.rl.totals import Totals
 from tests.support.hf_folder import write_model
 
 ONE_STAGE = {"schedule": None, "mapping": {"system": {"pipeline": 1}}}
 EXACT = {"compute": "fp64", "master": "fp64", "micro_batch": 2, **ONE_STAGE}
-OF_TIME = ("time", "step_s", "tokens_per_s", "mfu", "hfu", "slow", "peak_memory", "perf/", "sync/bubble", "reshard")
+OF_TIME = (
+    *("time", "step_s", "tokens_per_s", "mfu", "hfu", "slow", "peak_memory", "perf/", "sync/bubble", "reshard"),
+    "environment/s",  # in environments, and waiting for them
+)
 SMALL: dict[str, Any] = {
     "plan": EXACT,
     "model": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
@@ -30,7 +33,7 @@ ALONE = {"cluster": {"tiers": {name: {"size": 1} for name in ("package", "node",
 FOUR = {"cluster": {"tiers": {"system": {"size": 1}}}}
 
 
-def config_of(*overrides: Mapping[str, Any]) -> RlConfig:
+def config_of(*overrides: Mapping[str, Any], task: str = "sort") -> RlConfig:
     table = SMALL
     for each in overrides:
         table = merge(table, each)
@@ -40,7 +43,7 @@ def config_of(*overrides: Mapping[str, Any]) -> RlConfig:
     }
     if not table["run"]["start_steps"]:
         table["run"] = {name: value for name, value in table["run"].items() if name != "start_batch"}
-    return resolve("sort", None, {}, table)
+    return resolve(task, None, {}, table)
 
 
 def write_own(folder: Path, **more: Any) -> Path:
@@ -63,9 +66,9 @@ def write_own(folder: Path, **more: Any) -> Path:
 
 
 def inputs_of(config: RlConfig) -> RunInputs:
-    task = SortPrompts(config.run.seed)
-    stops = frozenset({END})
-    return RunInputs(config=config, prompts=task, tokenizer=SortTokenizer(), stops=stops, examples=task.examples)
+    task = TASKS[config.run.task]
+    prompts, stops = task.prompts(config.run.seed), frozenset({task.tokenizer.end})
+    return RunInputs(config=config, prompts=prompts, tokenizer=task.tokenizer, stops=stops, examples=prompts.examples)
 
 
 def ran(runtime: Runtime, config: RlConfig, folder: Path) -> list[Metrics]:

@@ -38,7 +38,25 @@ def of_rows(rows: Rows, num_tokens: int) -> Metrics:
         found |= _rollout(rows.ragged("old"), rows.ragged("rollout"))
     if "kl" in rows.columns:
         found["actor/kl"] = _mean(rows.ragged("kl").values)
-    return found
+    return found | (of_environments(rows) if "emitted" in rows.columns else {})
+
+
+def of_environments(rows: Rows) -> Metrics:
+    """Metrics of turns and answers: means over the responses of `rows`, shares, and seconds.
+
+    `environment/s` is spent in the environment of a response; `environment/stalled_s` is the sum of the seconds in
+    which replicas stood still.
+    """
+    finish, calls = rows.objects("finish"), float(rows.tensor("calls").sum())
+    found = {
+        **_summary("environment/turns", rows.tensor("turns"), ("mean", "max")),
+        "environment/foreign_tokens": 1 - _share(rows.ragged("emitted").values),
+        "environment/calls": _mean(rows.tensor("calls")),
+        "environment/s": _mean(rows.tensor("environment_s")),
+        "environment/stalled_s": float(rows.tensor("stalled_s").sum()),
+    }
+    found |= {f"environment/ended_by_{why}": finish.count(why) / max(1, len(finish)) for why in ("length", "turns")}
+    return found | ({"environment/calls_read": float(rows.tensor("calls_read").sum()) / calls} if calls else {})
 
 
 def of_tokens(prefix: str, values: Ragged) -> Metrics:

@@ -6,13 +6,20 @@ from typing import Any
 from terrace.base.products import Keys
 from terrace.rl.algorithms.algorithm import TRAITS, Algorithm
 from terrace.rl.config_layers import task_table
-from terrace.rl.keys import TASKS, RewardKeys, RunKeys
+from terrace.rl.keys import TASKS, EnvironmentKeys, RewardKeys, RunKeys
 from terrace.rl.placing import PoolKeys
 from terrace.rl.rates import USUAL
 from terrace.train.effects import value_at
 from terrace.train.rates import usual_rate
 
-_SECTIONS = {"run": RunKeys, "algorithm": Algorithm, "reward": RewardKeys, "cost": RewardKeys, "pool": PoolKeys}
+_SECTIONS = {
+    "run": RunKeys,
+    "algorithm": Algorithm,
+    "reward": RewardKeys,
+    "environment": EnvironmentKeys,
+    "cost": RewardKeys,
+    "pool": PoolKeys,
+}
 _SHARED = ("optimizer", "plan")
 
 
@@ -45,6 +52,7 @@ KEYS = Keys(
         "run": "of terrace rl",
         "algorithm": "of terrace rl",
         "reward": "of terrace rl; [[reward]] again for another",
+        "environment": "of terrace rl, for responses of many turns",
         "cost": "of terrace rl, for safe-rlhf",
         "pool": "of terrace rl; [[pool]] for each",
         "plans": "of terrace rl: plans.ROLE has the keys of [plan], or is the name of a plan; ROLE is actor, "

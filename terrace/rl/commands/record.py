@@ -137,7 +137,9 @@ def markdown(samples: Iterable[Mapping[str, Any]]) -> str:
         numbers = {"reward": sample["reward"], **sample["parts"]}
         numbers |= {name: sample[name] for name in ("cost", "advantage") if sample[name] is not None}
         lines.append(", ".join([sample["kind"], sample["finish"], *(f"{name} {x:.4g}" for name, x in numbers.items())]))
-        lines += [*f"prompt: {sample['prompt']}".split("\n"), *f"response: {sample['response']}".split("\n"), ""]
+        said = sample["turns"] or [["response", sample["response"]]]
+        lines += [line for who, text in [["prompt", sample["prompt"]], *said] for line in f"{who}: {text}".split("\n")]
+        lines.append("")
     return "\n".join(f"    {line}" for line in lines)
 
 

@@ -41,22 +41,24 @@ from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Runtime
+from terrace.rl.characters import CharacterTokenizer
 from terrace.rl.commands.placement_words import measured_words
 from terrace.rl.commands.record import METRICS, record_prediction, recording
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.folder import FACTS
 from terrace.rl.identity import contents_of
-from terrace.rl.making import check_roles, started
+from terrace.rl.making import check_roles, environment_of, started
 from terrace.rl.placement.placement import IterationReport
 from terrace.rl.placing import ACTOR, LEARNING, ROLLOUT
 from terrace.rl.predicted import PHASES, predicted, stages_of
 from terrace.rl.rates import rate_lines
 from terrace.rl.run import START, RunInputs, checkpoint_of
-from terrace.rl.sort_task import SortPrompts, SortTokenizer
 from terrace.rl.stream.prompt_file import PromptFile, read_prompts
+from terrace.rl.tasks import TASKS
 from terrace.rl.totals import Totals
 from terrace.rl.values.prompts import PromptSource
 from terrace.rl.workers.drawing import page_tokens_of
+from terrace.rl.workers.environments import load_environment
 from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
 from terrace.train.folder import SOURCE, source_files, with_sums
@@ -143,6 +145,10 @@ def _checked(config: RlConfig, ray: str | None) -> RunInputs:
         check_values(config.reference_folder, config.reference_model, inputs.tokenizer, "run.reference")
     _check_devices(config, ray)
     check_installed(config.run.metrics, "run.metrics")
+    if config.environment.name:
+        settings = environment_of(config, inputs)
+        load_environment(settings.name, settings.folder)
+        settings.dialect(inputs.stops).check()
     for each in config.rewards:
         if each.function:
             function = load_function(each.function, os.getcwd())
@@ -193,7 +199,8 @@ def _learned(
             record.step(step, metrics, made.calls, samples)
             totals.add(metrics)
             print(_line(step, metrics), flush=True)
-            if warning := agreement.words(metrics):
+            # Faults of one step are often alike.
+            for warning in filter(None, (agreement.words(metrics), *made.faults()[:1])):
                 print(warning, flush=True)
                 record.events.add("note", step=step, text=warning)
         if step < config.run.steps:
@@ -206,7 +213,7 @@ def _learned(
 def _source_of(inputs: RunInputs) -> dict[str, bytes]:
     """The files, besides its weights, that commands need to use the model."""
     weights = inputs.config.weights
-    if isinstance(inputs.tokenizer, SortTokenizer):
+    if isinstance(inputs.tokenizer, CharacterTokenizer):
         return with_sums(inputs.tokenizer.files())
     return source_files(weights, str(Path(weights) / TOKENIZER), "", inputs.tokenizer)
 
@@ -234,28 +241,44 @@ def _toml(config: RlConfig) -> str:
 def inputs_of(config: RlConfig) -> RunInputs:
     """Prompts and tokenizer of a run. Raises `DataError`, `ConfigError` or `ModelError` if they do not fit."""
     if config.run.task:
-        task = SortPrompts(config.run.seed)
-        tokenizer: Tokenizer = SortTokenizer()
+        task = TASKS[config.run.task]
+        prompts, tokenizer = task.prompts(config.run.seed), task.tokenizer
         _check_vocabulary(tokenizer, config)
         if config.weights:
             Pretrained(config.weights, config.model).check()
         stops = _stops(tokenizer)
-        return RunInputs(config=config, prompts=task, tokenizer=tokenizer, stops=stops, examples=task.examples)
+        return RunInputs(config=config, prompts=prompts, tokenizer=tokenizer, stops=stops, examples=prompts.examples)
     if not config.weights:
         raise ConfigError("weights is missing: learning from feedback begins with a model; give --model FOLDER")
     Pretrained(config.weights, config.model).check()
-    tokenizer = load_tokenizer(str(Path(config.weights) / TOKENIZER))
-    _check_vocabulary(tokenizer, config)
-    prompts = read_prompts(
+    path = Path(config.weights) / TOKENIZER
+    loaded = load_tokenizer(str(path))
+    _check_vocabulary(loaded, config)
+    name = config.environment.name
+    found = read_prompts(
         Path(config.run.prompts_file),
         config.run.prompt_column,
-        tokenizer,
+        loaded,
         longest=config.run.max_prompt,
         num_held_out=config.run.held_out,
         seed=config.run.seed,
-        chats=cache(lambda: chat_prompts(tokenizer, Path(config.weights) / TOKENIZER)),
+        chats=cache(lambda: chat_prompts(loaded, path)),
+        tools=getattr(load_environment(name, os.getcwd()), "tools", None) if name else None,
     )
-    return RunInputs(config=config, prompts=prompts, tokenizer=tokenizer, stops=_stops(tokenizer, config.weights))
+    chat = str(path) if name and _are_chats(found) else ""
+    stops = _stops(loaded, config.weights)
+    return RunInputs(config=config, prompts=found, tokenizer=loaded, stops=stops, chat=chat)
+
+
+def _are_chats(prompts: PromptFile) -> bool:
+    """Whether all prompts are messages, in whose template an environment then answers; none of them may be."""
+    kinds = {prompt.is_chat for prompt in prompts.prompts}
+    if len(kinds) > 1:
+        raise ConfigError(
+            "some prompts are messages and others texts, and an environment answers in the chat template or without: "
+            "give all prompts one form"
+        )
+    return True in kinds
 
 
 def _check_reward_model(folder: str, tokenizer: Tokenizer) -> None:
@@ -354,6 +377,7 @@ def _line(step: int, found: Metrics) -> str:
         # Without the sign of a rounded zero.
         shown += [f"{words} {round(found[name], 3) + 0.0:.3f}"] if name in found else []
     shown += [f"entropy {found['actor/entropy']:.3f}"] if "actor/entropy" in found else []
+    shown += [f"turns {found['environment/turns/mean']:.1f}"] if "environment/turns/mean" in found else []
     shown.append(f"length {found.get('response_length/mean', math.nan):.1f}")
     shown.append(f"rollout diff {found.get('rollout/logprob_diff_max', math.nan):.1e}")
     shown += [f"lag {found['sync/version_lag']:.1f}"] if found.get("sync/version_lag") else []

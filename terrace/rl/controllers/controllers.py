@@ -81,7 +81,7 @@ def dapo(setup: Setup) -> Iterator[Metrics]:
         kept, rewards, rounds, num, tokens = list[Rows](), list[Tensor](), 0, 0, 0
         while num < setup.sizes.prompts * setup.sizes.responses and rounds < _MOST_ROUNDS:
             rows, rounds = overlong(setup, rewarded(setup, drawn(setup))), rounds + 1
-            tokens += sum(len(rows.ragged(name).values) for name in TEXTS)
+            tokens += sum(len(rows.ragged(name).values) for name in ("prompts", "responses"))
             rewards.append(rows.tensor("reward").double())
             kept.append(rows.take(~advantages.is_degenerate(rows.tensor("reward"), rows.tensor("groups"))))
             num += len(kept[-1])

@@ -15,7 +15,8 @@ from terrace.rl.stream.stream import lags
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
 
-TEXTS = ("prompts", "responses")
+TEXTS = ("prompts", "responses", "emitted")  # `emitted` only where environments answer
+EARNED = "earned"  # column of the rewards that environments gave
 
 
 def drawn(setup: Setup) -> Rows:
@@ -24,8 +25,12 @@ def drawn(setup: Setup) -> Rows:
 
 
 def rewarded(setup: Setup, rows: Rows) -> Rows:
-    """Add `reward`, the weighted sum of all rewards, 0 without any; and each as `score/NUMBER` if there are several."""
+    """Add `reward`, the weighted sum of all rewards, 0 without any; and each as `score/NUMBER` if there are several.
+
+    What an environment gave is the last of them, with a weight of 1.
+    """
     parts = [(weight, role.rewards(rows).tensor("reward")) for weight, role in setup.roles.rewards]
+    parts += [(1.0, rows.tensor(EARNED).float())] if EARNED in rows.columns else []
     total = torch.stack([torch.zeros(len(rows)), *(weight * part for weight, part in parts)]).sum(0)
     several = {f"score/{number}": part for number, (_, part) in enumerate(parts)} if len(parts) > 1 else {}
     return rows | Rows({"reward": total, **several})
@@ -62,8 +67,8 @@ def is_own(setup: Setup, rows: Rows) -> bool:
 
 
 def only(rows: Rows, *names: str) -> Rows:
-    """Select columns, so that a call is not sent those that it does not read."""
-    return Rows({name: rows.columns[name] for name in names})
+    """Select columns, so that a call is not sent those that it does not read; all must be there but `emitted`."""
+    return Rows({name: rows.columns[name] for name in names if name != "emitted" or name in rows.columns})
 
 
 def kl_of(rows: Rows) -> Ragged:

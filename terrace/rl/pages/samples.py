@@ -29,6 +29,7 @@ class ReadSample:
     parts: dict[str, MaybeNaN] = field(default_factory=dict)
     cost: MaybeNaN | None = None
     advantage: MaybeNaN | None = None
+    turns: list[list[str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ def _table(samples: Sequence[ReadSample]) -> str:
     rows = [
         [
             _text(sample.prompt),
-            _text(sample.response),
+            _response(sample),
             sample.finish,
             _number(sample.reward),
             *(_number(sample.parts.get(name)) for name in parts),
@@ -112,6 +113,14 @@ def _table(samples: Sequence[ReadSample]) -> str:
 def _breaking(name: str) -> Markup:
     # Number columns are as wide as their headings, so allow breaks of long names at punctuation.
     return Markup(re.sub("([.:/_])", r"\1<wbr>", escape(name)))
+
+
+def _response(sample: ReadSample) -> Markup:
+    """The response, turn by turn where an environment answered."""
+    if not sample.turns:
+        return _text(sample.response)
+    said = (": ".join(each) for each in sample.turns)
+    return Markup("".join(f"<div class=text>{escape(text)}</div>" for text in said))
 
 
 def _text(text: str) -> Markup:

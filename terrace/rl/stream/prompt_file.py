@@ -56,24 +56,28 @@ def read_prompts(
     num_held_out: int,
     seed: int,
     chats: Callable[[], ChatPrompts] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> PromptFile:
     """Read and tokenize a file's prompts; rewards receive the other columns of a line.
 
-    `chats` returns the chat template, for prompts that are messages. Raises `DataError` for a file that cannot be read,
+    `chats` returns the chat template, for prompts that are messages, and `tools` are given to it where a line has none.
+    Raises `DataError` for a file that cannot be read,
     a line without a prompt in `column`, messages without a template, and a prompt that is empty or has more than
     `longest` tokens; `ConfigError` if no prompt is left to train on.
     """
     found = list[Prompt]()
     for lines in _batched(_lines(file)):
         asked = [prompt_row(line, column, f"{file} line {number}") for number, line in lines]
+        asked = [each if isinstance(each, str) or tools is None else {"tools": list(tools), **each} for each in asked]
         texts = _texts(asked, [f"{file} line {number}" for number, _ in lines], tokenizer, chats)
-        for (number, line), (text, tokens) in zip(lines, texts, strict=True):
+        for (number, line), row, (text, tokens) in zip(lines, asked, texts, strict=True):
             if not 0 < len(tokens) <= longest:
                 raise DataError(
                     f"{file} line {number} has a prompt of {counted(len(tokens), 'token')}: 1 to run.max_prompt = "
                     f"{longest} are allowed"
                 )
-            found.append(Prompt(text, tokens, {name: value for name, value in line.items() if name != column}))
+            data = {name: value for name, value in line.items() if name != column}
+            found.append(Prompt(text, tokens, data, is_chat=not isinstance(row, str)))
     if len(found) <= num_held_out:
         raise ConfigError(
             f"{file} has {counted(len(found), 'prompt')}, and run.held_out = {num_held_out}: leave some to train on"

@@ -18,7 +18,7 @@ from terrace.base.errors import CheckpointError
 from terrace.base.files import write_atomic
 from terrace.base.foreign import read_file
 from terrace.checkpoint.layout import folder_name
-from terrace.rl.values.ragged import Ragged
+from terrace.rl.values.ragged import Ragged, offsets_of, row_sums
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.drawing import BEGUN
 
@@ -52,8 +52,9 @@ def clear_states(newest: Path, kept: Collection[int]) -> None:
 
 def write_state(path: Path, place: int, rows: Rows) -> dict[str, Any]:
     """Write a stream's state (`Stream.state`). Returns the facts with which `read_state` verifies it."""
-    tensors = {name: rows.tensor(name) for name in ("groups", "finish")}
-    tensors |= {name: rows.ragged(name).values for name in BEGUN} | {_OFFSETS: rows.ragged(BEGUN[0]).offsets}
+    tensors = {name: column for name, column in rows.columns.items() if isinstance(column, Tensor)}
+    tensors |= {name: column.values for name, column in rows.columns.items() if isinstance(column, Ragged)}
+    tensors[_OFFSETS] = rows.ragged(BEGUN[0]).offsets
     content = save({name: tensor.contiguous() for name, tensor in tensors.items()})
     try:
         write_atomic(path, content)
@@ -76,6 +77,10 @@ def read_state(path: Path, facts: Mapping[str, Any]) -> tuple[int, Rows]:
         tensors: dict[str, Tensor] = load(content)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}, the responses under way of a checkpoint: {error}") from error
-    offsets = tensors[_OFFSETS]
-    columns: dict[str, Any] = {name: tensors[name] for name in ("groups", "finish")}
-    return int(facts["place"]), Rows(columns | {name: Ragged(tensors[name], offsets) for name in BEGUN})
+    offsets = kept = tensors.pop(_OFFSETS)
+    columns: dict[str, Any] = dict(tensors)
+    if "emitted" in tensors:
+        columns["emitted"] = Ragged(tensors["emitted"], offsets)
+        kept = offsets_of(row_sums(tensors["emitted"].long(), offsets))
+    columns |= {name: Ragged(tensors[name], offsets if name == BEGUN[0] else kept) for name in BEGUN}
+    return int(facts["place"]), Rows(columns)

@@ -22,16 +22,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from terrace.base.errors import TrainingError
+from terrace.base.words import counted
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.runtime import Handle
 from terrace.rl.values.prompts import PromptSource, rows_of
 from terrace.rl.values.ragged import Ragged, offsets_of
 from terrace.rl.values.rows import Rows, cat
-from terrace.rl.workers.drawing import BEGUN, FINISHES, READS
+from terrace.rl.workers.drawing import BEGUN, FINISHES, FOR_ENVIRONMENTS, READS
+from terrace.rl.workers.environments import PLAYED
 
 _SPARE = 2  # a round may have 1 / _SPARE of a step's groups in addition; a guess
 _SEEDS_A_GROUP = 1 << 20  # more than the responses to one prompt
-_STATE = ("groups", *BEGUN)  # columns of the saved state, beside `finish`
+_STATE = ("groups", *BEGUN, "emitted", *PLAYED)  # columns of the saved state, beside `finish`
+_OF_ENVIRONMENTS = ("emitted", "fault", *PLAYED)
 
 # Starts the hand-over of the current weights as this version; the returned function waits for it and returns metrics.
 HandOver = Callable[[int], Callable[[], Metrics]]
@@ -50,6 +54,8 @@ class Drawing:
     has_greedy: bool = False
     max_lag: int = 0
     is_apart: bool = False  # the generator has its own ranks, so that it can draw while others learn
+    has_environments: bool = False
+    most_faults: float = 0.0  # share of a step's responses whose environments may fail
 
     @property
     def ahead(self) -> int:
@@ -73,6 +79,8 @@ class Stream:
         self._brought: int | None = None
         self._arrives: Callable[[], Metrics] = dict
         self.numbers: Metrics = {}  # metrics of the newest hand-over
+        self.num_faults = 0  # responses whose environments failed, and that were left out, since someone set it to 0
+        self.faults = list[str]()  # what environments did wrong, likewise
 
     def hand_over(self, step: int) -> None:
         """Give the generator the weights after `step` steps."""
@@ -84,7 +92,9 @@ class Stream:
         """Rows of the next groups, sorted by group and sample, for a controller that has completed `step` steps.
 
         Columns `prompts`, `prompt_texts`, `data`, `groups` (the prompt's index in the run), `samples`, `seeds`,
-        `greedy`, and those of a response: `responses`, `rollout`, `versions`, `finish`.
+        `greedy`, and those of a response: `responses`, `rollout`, `versions`, `finish`; with environments also
+        `emitted`, `fault` and PLAYED. Responses whose environments failed are left out. Raises `TrainingError` if
+        they are more than the share `most_faults`, or none is left.
         """
         if self._asked is None and len(self._complete()) < self._drawing.prompts:
             self._begin(step)
@@ -96,7 +106,7 @@ class Stream:
         rows = self._take({group for _, group in taken})
         if self._drawing.ahead:
             self._begin(step)
-        return rows
+        return self._without_faults(rows)
 
     def state(self) -> tuple[int, Rows]:
         """(Index of the next prompt, responses so far), for `restore`; waits for the round in progress.
@@ -106,7 +116,8 @@ class Stream:
         self._end()
         rows = self._live
         finish = torch.tensor([FINISHES.index(each) for each in rows.objects("finish")], dtype=torch.int64)
-        return self._place, Rows({**{name: rows.columns[name] for name in _STATE}, "finish": finish})
+        saved = {name: rows.columns[name] for name in _STATE if name in rows.columns}
+        return self._place, Rows({**saved, "finish": finish})
 
     def restore(self, place: int, rows: Rows) -> None:
         """Continue from a result of `state`."""
@@ -115,9 +126,12 @@ class Stream:
         if len(rows):
             asked = cat([self._prompts(group) for group in sorted(set(groups.tolist()))])
             # Same order as `rows`: by group and sample.
-            asked = asked.drop(*BEGUN, "finish")
+            names = [name for name in (*BEGUN, *_OF_ENVIRONMENTS) if name in asked.columns]
+            asked = asked.drop(*names, "finish")
             finish = tuple(FINISHES[each] for each in rows.tensor("finish").tolist())
-            self._live = asked | Rows({**{name: rows.columns[name] for name in BEGUN}, "finish": finish})
+            # What was wrong has been said before the run was stopped.
+            found = {name: rows.columns[name] if name != "fault" else ("",) * len(rows) for name in names}
+            self._live = asked | Rows({**found, "finish": finish})
 
     def _begin(self, step: int) -> None:
         """Start a round with new groups and the unfinished rows of older ones."""
@@ -136,7 +150,8 @@ class Stream:
             self.hand_over(step)
             self._brought = step
         given = asked | Rows({"must": must})
-        given = Rows({name: column for name, column in given.columns.items() if name in READS})
+        unread = () if drawing.has_environments else FOR_ENVIRONMENTS
+        given = Rows({name: given.columns[name] for name in READS if name in given.columns and name not in unread})
         draw = self._generate.remote if drawing.ahead else self._generate
         self._asked = asked, draw(given, leave=Fraction(num_spare, num_open))
 
@@ -149,7 +164,8 @@ class Stream:
         self.numbers, self._arrives = self._arrives() or self.numbers, dict
         live = self._live
         done = live.take(_mask(each != "aborted" for each in live.objects("finish")))
-        self._live = _sorted(cat([done, asked.drop(*BEGUN, "finish") | made]))
+        self.faults += faults_of(made)
+        self._live = _sorted(cat([done, asked.drop(*(name for name in made.columns if name in asked.columns)) | made]))
 
     def _complete(self) -> list[tuple[int, int]]:
         """(First version, group) of the complete groups, oldest first."""
@@ -171,10 +187,33 @@ class Stream:
         rows = rows_of([drawing.source.prompt(place)], place).repeat(num)
         samples = torch.arange(num)
         own = {"samples": samples, "seeds": place * _SEEDS_A_GROUP + samples, "greedy": samples >= drawing.responses}
-        return rows | Rows(own) | _nothing(num)
+        return rows | Rows(own) | _nothing(num, drawing.has_environments)
+
+    def _without_faults(self, rows: Rows) -> Rows:
+        """`rows` without those whose environments failed, and without groups whose greedy response is one of them."""
+        is_fault = [each == "fault" for each in rows.objects("finish")]
+        if not any(is_fault):
+            return rows
+        num, most = sum(is_fault), self._drawing.most_faults
+        self.num_faults += num
+        groups, greedy = rows.tensor("groups").tolist(), rows.tensor("greedy").tolist()
+        bare = {group for group, wrong, alone in zip(groups, is_fault, greedy, strict=True) if wrong and alone}
+        kept = rows.take(_mask(not wrong and group not in bare for group, wrong in zip(groups, is_fault, strict=True)))
+        if num > most * len(rows) or not len(kept):
+            first = f"; the first: {self.faults[0]}" if self.faults else ""
+            raise TrainingError(
+                f"the environments of {num} of {counted(len(rows), 'response')} failed, more than the share "
+                f"environment.most_faults = {most:g}{first}"
+            )
+        return kept
 
     def _empty(self) -> Rows:
         return self._prompts(0).part(0, 0)
+
+
+def faults_of(rows: Rows) -> list[str]:
+    """What environments did wrong, in words; empty without environments."""
+    return [str(each) for each in rows.objects("fault") if each] if "fault" in rows.columns else []
 
 
 def stream_of(drawing: Drawing, actor: Any, rollout: Any = None) -> Stream:
@@ -229,12 +268,16 @@ def _first_versions(rows: Rows) -> dict[int, int]:
     return found
 
 
-def _nothing(num: int) -> Rows:
+def _nothing(num: int, has_environments: bool) -> Rows:
     """Columns of `num` empty responses."""
     offsets = offsets_of(torch.zeros(num, dtype=torch.int64))
     dtypes = dict(zip(BEGUN, (torch.int64, torch.float32, torch.int64), strict=True))
     columns = {name: Ragged(torch.zeros(0, dtype=dtype), offsets) for name, dtype in dtypes.items()}
-    return Rows({**columns, "finish": ("aborted",) * num})
+    found = Rows({**columns, "finish": ("aborted",) * num})
+    if not has_environments:
+        return found
+    numbers = {name: torch.zeros(num, dtype=torch.float64) for name in PLAYED}
+    return found | Rows({"emitted": Ragged(torch.zeros(0, dtype=torch.bool), offsets), "fault": ("",) * num, **numbers})
 
 
 def _sorted(rows: Rows) -> Rows:

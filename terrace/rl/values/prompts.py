@@ -20,6 +20,7 @@ class Prompt:
     text: str
     tokens: tuple[int, ...]
     data: Mapping[str, Any] = field(default_factory=dict)
+    is_chat: bool = False  # messages that a chat template has rendered
 
 
 @dataclass(frozen=True)

@@ -127,6 +127,14 @@ def cat(parts: Sequence[Rows]) -> Rows:
     return Rows({name: _joined(name, [part.columns[name] for part in parts]) for name in first})
 
 
+def emitted_of(rows: Rows) -> Ragged:
+    """Which tokens of `responses` the policy drew: column `emitted`, or all of them where there is none."""
+    if "emitted" in rows.columns:
+        return rows.ragged("emitted")
+    responses = rows.ragged("responses")
+    return responses.with_values(torch.ones_like(responses.values, dtype=torch.bool))
+
+
 def _length(name: str, column: object) -> int:
     if isinstance(column, Tensor) and not column.dim():
         raise DataError(f"column {name!r} is a tensor without dims: its first dim is the row")

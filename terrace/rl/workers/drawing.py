@@ -1,16 +1,19 @@
 """Generation on a replica: turns rows into requests, runs them until enough groups are complete, and returns rows.
 
+With an environment a row is a request for each turn (terrace.rl.workers.environments).
+
 A replica stops by counts and never by the clock, so that the same calls give the same responses.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
+from terrace.comm.process_group import OrderedGroup
 from terrace.generation.cache_shape import cache_shape
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.mapped import mapped_tokens, platform_pages
@@ -18,12 +21,15 @@ from terrace.generation.request import Completion, Request, Sampling
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.rl.values.ragged import Ragged, offsets_of
-from terrace.rl.values.rows import Rows
+from terrace.rl.values.rows import Rows, emitted_of
+from terrace.rl.workers.environments import NO_ENVIRONMENT, NOBODY, Environments, EnvironmentSettings, OneTurn
 
-Finish = Literal["stop", "length", "aborted"]
+# "turns": after the most turns; "fault": its environment failed.
+Finish = Literal["stop", "length", "aborted", "turns", "fault"]
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 BEGUN = ("responses", "rollout", "versions")  # columns of partial responses
-READS = ("prompts", "seeds", "greedy", "groups", "must", *BEGUN)
+FOR_ENVIRONMENTS = ("prompt_texts", "data")  # columns that only environments read
+READS = ("prompts", "seeds", "greedy", "groups", "must", *BEGUN, "emitted", *FOR_ENVIRONMENTS)
 _PAGE_TOKENS = 16  # minimum tokens of a KV cache page
 _MOST_REQUESTS = 256  # concurrent requests: larger batches are no faster per token on a CPU; a guess
 
@@ -40,11 +46,17 @@ def drawn(
     tensor_rows: int,
     version: int,
     leave: Fraction,
+    environment: EnvironmentSettings = NO_ENVIRONMENT,
+    group: OrderedGroup | None = None,
 ) -> Rows:
-    """Generate responses of at most `num_tokens` tokens to this replica's share of rows, on `tensor_rows` ranks."""
+    """Generate responses of at most `num_tokens` tokens to this replica's share of rows, on `tensor_rows` ranks.
+
+    `group` has those ranks, if there are several.
+    """
     requests = requests_of(rows, num_tokens=num_tokens, stops=stops, seed=seed)
+    partner = Environments(environment, rows, stops, group) if environment.name else OneTurn()
     if not requests:
-        return rows_of_completions([])
+        return rows_of_completions([], partner.columns([]))
     page_tokens = page_tokens_of(model, tensor_rows, next(blocks[0].parameters()).dtype)
     # Allocate only the pages that its requests need; every rank of the replica has the same requests.
     engine = GenerationEngine(
@@ -57,7 +69,8 @@ def drawn(
         version=version,
         build_pool=platform_pages,
     )
-    return rows_of_completions(completed(engine, requests, rows, leave))
+    made = completed(engine, requests, rows, leave, partner)
+    return rows_of_completions(made, partner.columns(made))
 
 
 def page_tokens_of(model: ModelConfig, tensor_rows: int, dtype: torch.dtype) -> int:
@@ -90,48 +103,71 @@ def requests_of(rows: Rows, *, num_tokens: int, stops: frozenset[int], seed: int
 
 
 def _begun(rows: Rows) -> list[Completion | None]:
-    tokens, logprobs, versions = ([tuple(each.tolist()) for each in rows.ragged(name).rows()] for name in BEGUN)
+    tokens, logprobs, versions = ([tuple(each) for each in rows.ragged(name).lists()] for name in BEGUN)
     return [
-        Completion(*each, finish="aborted") if each[0] else None
-        for each in zip(tokens, logprobs, versions, strict=True)
+        Completion(all_tokens, _laid_out(own, mask), _laid_out(version, mask), finish="aborted") if all_tokens else None
+        for all_tokens, own, version, mask in zip(tokens, logprobs, versions, emitted_of(rows).lists(), strict=True)
     ]
 
 
-def completed(engine: GenerationEngine, requests: Sequence[Request], rows: Rows, leave: Fraction) -> list[Completion]:
+def _laid_out(numbers: Sequence[Any], emitted: Sequence[bool]) -> tuple[Any, ...]:
+    """Numbers of the tokens that were drawn, with zeros at the others."""
+    left = iter(numbers)
+    return tuple(next(left) if is_own else 0 for is_own in emitted)
+
+
+def completed(
+    engine: GenerationEngine,
+    requests: Sequence[Request],
+    rows: Rows,
+    leave: Fraction,
+    partner: OneTurn = NOBODY,
+) -> list[Completion]:
     """Run requests and return their completions; unfinished ones have `finish` "aborted".
 
     A share `leave` of the groups (column `groups`), rounded down, may stay incomplete. Rows with `must` (R, bool) are
-    always finished.
+    always finished. `partner` answers turns.
     """
     groups = rows.tensor("groups").tolist() if "groups" in rows.columns else list(range(len(requests)))
     must = rows.tensor("must").tolist() if "must" in rows.columns else [False] * len(requests)
     open_rows = Counter(groups)
     may_stay, num_must = int(len(open_rows) * leave), sum(must)
-    row_of = {engine.add(request): row for row, request in enumerate(requests)}
-    ended: dict[int, Completion] = {}
+    row_of = {engine.add(request): row for row, request in partner.first(requests)}
+    made = [request.begun or Completion((), (), (), "aborted") for request in requests]
     while num_must or len(open_rows) > may_stay:
-        found = engine.step()
-        for number in found:
-            row = row_of[number]
+        over = list[int]()
+        for row, goes_on in partner.answers(is_idle=not row_of):
+            if goes_on is None:
+                over.append(row)
+            else:
+                row_of[engine.add(goes_on)] = row
+        for number, completion in engine.step().items():
+            row = row_of.pop(number)
+            made[row] = completion
+            if not partner.hears(row, completion):
+                over.append(row)
+        for row in over:
             num_must -= must[row]
             open_rows[groups[row]] -= 1
             if not open_rows[groups[row]]:
                 del open_rows[groups[row]]
-        ended |= found
-    ended |= engine.abort()
-    return [ended[number] for number in row_of]
+    for number, completion in engine.abort().items():
+        made[row_of[number]] = completion
+    partner.close()
+    return made
 
 
-def rows_of_completions(made: Sequence[Completion]) -> Rows:
-    """Columns `responses`, their log-probabilities `rollout`, weight `versions`, and `finish`."""
+def rows_of_completions(made: Sequence[Completion], beside: Rows | None = None) -> Rows:
+    """Columns `responses`, their log-probabilities `rollout`, weight `versions`, and `finish`.
+
+    Where `beside`, of other columns (`OneTurn.columns`), has `emitted`, the numbers are those of emitted tokens alone.
+    """
     offsets = offsets_of(torch.tensor([len(each.tokens) for each in made], dtype=torch.int64))
+    beside = beside or NOBODY.columns(made)
 
     def ragged(kind: str, dtype: torch.dtype) -> Ragged:
-        return Ragged(torch.tensor([x for each in made for x in getattr(each, kind)], dtype=dtype), offsets)
+        found = Ragged(torch.tensor([x for each in made for x in getattr(each, kind)], dtype=dtype), offsets)
+        return found.kept(beside.ragged("emitted")) if "emitted" in beside.columns and kind != "tokens" else found
 
-    return Rows({
-        "responses": ragged("tokens", torch.int64),
-        "rollout": ragged("logprobs", torch.float32),
-        "versions": ragged("versions", torch.int64),
-        "finish": tuple(each.finish for each in made),
-    })  # fmt: skip
+    responses, rollout = ragged("tokens", torch.int64), ragged("logprobs", torch.float32)
+    return Rows({"responses": responses, "rollout": rollout, "versions": ragged("versions", torch.int64)}) | beside

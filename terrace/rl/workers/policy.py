@@ -40,6 +40,7 @@ from terrace.rl.workers.engine_rows import (
     scores,
     step_batches,
 )
+from terrace.rl.workers.environments import NO_ENVIRONMENT, EnvironmentSettings
 from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, transition_of
 from terrace.rl.workers.settings import EngineSettings
 from terrace.rl.workers.sliced import sliced_blocks
@@ -60,12 +61,14 @@ class Actor:
         seed: int = 0,
         apart: Apart | None = None,
         timeout_s: float = 600.0,
+        environment: EnvironmentSettings = NO_ENVIRONMENT,
     ) -> None:
-        """Responses have at most `num_tokens` tokens and end with one of `stops`.
+        """Responses have at most `num_tokens` tokens, and their turns end with one of `stops`.
 
         `timeout_s` is the timeout of a hand-over message. Raises as the engine does.
         """
         self._settings, self._num_tokens, self._stops, self._seed = settings, num_tokens, stops, seed
+        self._environment = environment
         self._aggregation, self._sums = aggregation_of(algorithm, num_tokens), Sums()
         objective = objective_of(policy_loss(algorithm, self._sums))
         self.engine = engine_of(world, settings, objective, device_of(settings))
@@ -124,7 +127,8 @@ class Actor:
 
         `rows` have `prompts` and `seeds`, and optionally `greedy` and partial responses (`requests_of`). A response
         depends only on prompt, seed and weights. With `leave`, a replica may stop before all groups are complete
-        (`completed`); unfinished rows have `finish` "aborted".
+        (`completed`); unfinished rows have `finish` "aborted". An environment adds the columns of
+        `Environments.columns`; `rollout` and `versions` are then of emitted tokens alone.
         """
         if self._blocks is None:
             raise TrainingError("generation has no weights: call hand_over first")
@@ -139,6 +143,8 @@ class Actor:
             tensor_rows=self._rows,
             version=self._version,
             leave=leave,
+            environment=self._environment,
+            group=None if self._hand_over is None else self._hand_over.group,
         )
 
     @call(split="data", take="data", balance="rows", reads=TEXTS)

@@ -17,6 +17,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, TrainingError
 from terrace.rl.values.prompts import Sample
+from terrace.rl.workers.user_modules import shown_prompt
 
 Call = Callable[[Sequence[Sample], Sequence[Sequence[int]]], Iterable[Any]]  # (samples, tokens of responses) -> numbers
 _TRL, _VERL = "completions", "solution_str"  # the parameter that identifies the signature
@@ -146,9 +147,6 @@ def _check_given(name: str, signature: _Signature, given: Mapping[str, Any], sam
             )
 
 
-_SHOWN = 60  # characters of a prompt in an error
-
-
 def shown(sample: Sample) -> str:
     """A sample's prompt, shortened for an error message."""
-    return repr(sample.prompt if len(sample.prompt) <= _SHOWN else sample.prompt[:_SHOWN] + "...")
+    return shown_prompt(sample.prompt)

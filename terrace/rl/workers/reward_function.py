@@ -9,24 +9,19 @@ the prompt at which it failed.
 
 import math
 import os
-import reprlib
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from importlib import import_module
-from importlib.util import find_spec
 from itertools import islice
 from numbers import Number
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from terrace.base.errors import ConfigError, TrainingError, did_you_mean
+from terrace.base.errors import TrainingError
 from terrace.base.words import counted
 from terrace.data.tokenizer import Tokenizer
 from terrace.launch.world import World
@@ -34,6 +29,7 @@ from terrace.rl.calls.call import call
 from terrace.rl.values.prompts import Sample
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.reward_forms import call_of, shown
+from terrace.rl.workers.user_modules import load_object, shown_error, shown_value
 
 Function = Callable[..., Iterable[float]]
 _OBJECTS = ("prompt_texts", "finish", "data")  # columns
@@ -41,50 +37,9 @@ _OBJECTS = ("prompt_texts", "finish", "data")  # columns
 
 def load_function(name: str, folder: str) -> Function:
     """Import `module:function` from an installed module or from `folder`; raises `ConfigError` if that fails."""
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
-        raise ConfigError(f"the reward {name!r} must be module:function, such as my_rewards:exact")
-    if module_name.endswith(".py") or not all(each.isidentifier() for each in module_name.split(".")):
-        raise ConfigError(
-            f"the reward {name!r} must be module:function, such as my_rewards:exact for exact of my_rewards.py in the "
-            "working folder: give the module without its folder and without .py"
-        )
-    _check_name(name, module_name, folder)
-    if folder not in sys.path:
-        # Last in the path, so that the user's modules in the folder can import each other but shadow no installed one.
-        sys.path.append(folder)
-    try:
-        module = import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever the user's module raises
-        raise ConfigError(
-            f"the reward {name!r} cannot be imported: {shown_error(error).removeprefix('raised ')}"
-        ) from error
-    found = getattr(module, function_name, None)
-    if not callable(found):
-        names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise ConfigError(f"the reward {name!r}: no function of {module_name}{did_you_mean(function_name, names)}")
+    found: Function = load_object(name, folder, "reward", "function", "my_rewards:exact")
     call_of(found, name)  # to reject an unsupported signature before the run starts
-    function: Function = found
-    return function
-
-
-def _check_name(name: str, module_name: str, folder: str) -> None:
-    """Raise `ConfigError` if the module's top-level name is both in the folder and installed."""
-    first = module_name.partition(".")[0]
-    own = next(
-        (path for path in (Path(folder, f"{first}.py"), Path(folder, first, "__init__.py")) if path.is_file()), None
-    )
-    if own is None or folder in sys.path:
-        return
-    try:
-        installed = find_spec(first)
-    except ValueError:  # a module without a spec, created by hand
-        return
-    if installed is not None:
-        raise ConfigError(
-            f"the reward {name!r}: {own} has the name of an installed module ({installed.origin}), which would be "
-            "imported in its place: rename the file"
-        )
+    return found
 
 
 class RewardFunction:
@@ -201,24 +156,3 @@ def in_fp32(given: Any) -> float:
 def _is_one(value: Any) -> bool:
     """Whether `value` is a 0-dimensional array."""
     return isinstance(value, (Tensor, np.ndarray)) and value.ndim == 0
-
-
-def shown_value(value: Any) -> str:
-    """A short, one-line repr for an error message, even if the value's own __repr__ raises."""
-    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
-        return f"an array of shape {tuple(value.shape)}"
-    try:
-        return " ".join(reprlib.repr(value).split())
-    except (Exception, SystemExit):  # its own __repr__ raises
-        return f"a {type(value).__name__}"
-
-
-def shown_error(error: BaseException) -> str:
-    """The type of an error and the first line of its message, even if its own __str__ raises."""
-    try:
-        lines = str(error).strip().splitlines()
-    except (Exception, SystemExit):  # its own __str__ raises
-        lines = []
-    if isinstance(error, SystemExit):
-        return f"called sys.exit({lines[0] if lines else ''})"
-    return f"raised {type(error).__name__}{f': {lines[0][:200]}' if lines else ''}"

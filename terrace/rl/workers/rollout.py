@@ -24,6 +24,7 @@ from terrace.rl.hand_over.transition import Apart
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.drawing import READS, drawn
 from terrace.rl.workers.engine_rows import device_of
+from terrace.rl.workers.environments import NO_ENVIRONMENT, EnvironmentSettings
 from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, transition_of
 from terrace.rl.workers.settings import EngineSettings
 from terrace.rl.workers.sliced import sliced_blocks
@@ -43,13 +44,15 @@ class Rollout:
         rows: int = 1,
         seed: int = 0,
         timeout_s: float = 600.0,
+        environment: EnvironmentSettings = NO_ENVIRONMENT,
     ) -> None:
-        """Responses have at most `num_tokens` tokens and end with one of `stops`.
+        """Responses have at most `num_tokens` tokens, and their turns end with one of `stops`.
 
         `timeout_s` is the timeout of a message. Raises as `transition_of` does.
         """
         self._world, self._settings, self._apart, self._rows = world, settings, apart, rows
         self._drawing: dict[str, Any] = {"num_tokens": num_tokens, "stops": stops, "seed": seed, "tensor_rows": rows}
+        self._drawing["environment"] = environment
         self._version, self._limit = 0, timedelta(seconds=timeout_s)
         self._takes: HandOverApart | None = None
         self._blocks: Sequence[nn.Module] | None = None
@@ -109,5 +112,6 @@ class Rollout:
             context=self._settings.sequence + 1,
             version=self._version,
             leave=leave,
+            group=self._group,
             **self._drawing,
         )
