@@ -14,7 +14,7 @@ from shlex import quote
 import tomli_w
 import torch
 
-from terrace.base.errors import ConfigError, ModelError, PlanError, TerraceError
+from terrace.base.errors import ConfigError, ModelError, TerraceError
 from terrace.base.files import write_atomic
 from terrace.base.sealed import sealed_toml
 from terrace.base.words import counted, quantity
@@ -29,7 +29,6 @@ from terrace.generation.cache_shape import cache_shape
 from terrace.generation.mapped import pages_words
 from terrace.launch.called import called
 from terrace.launch.fork_server import fork_server_ahead
-from terrace.launch.start import local_devices
 from terrace.launch.stop import StoppedEarly, StopRequest, passed_on
 from terrace.model.blocks import block_specs
 from terrace.model.facts import vocabulary_size
@@ -42,6 +41,7 @@ from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Runtime
 from terrace.rl.characters import CharacterTokenizer
+from terrace.rl.commands.devices import check_devices, unused_gpus
 from terrace.rl.commands.placement_words import measured_words
 from terrace.rl.commands.record import METRICS, record_prediction, recording
 from terrace.rl.config import RlConfig, to_toml_table
@@ -126,7 +126,7 @@ def _run(
     asked, words = StopRequest(), None
     try:
         with sigterm_raises(), passed_on(asked.ask), folder_lock(chosen):
-            pages, gpus = _pages(config, verbose), _unused_gpus(config, ray)
+            pages, gpus = _pages(config, verbose), unused_gpus(config, ray)
             print(f"{_words(config)}{pages}{gpus}\nrun folder {chosen}", flush=True)
             with _runtime(config, ray) as runtime:
                 words = _learned(inputs, runtime, chosen, checkpoint, asked)
@@ -143,7 +143,7 @@ def _checked(config: RlConfig, ray: str | None) -> RunInputs:
     check_roles(config)
     if config.reference_folder:
         check_values(config.reference_folder, config.reference_model, inputs.tokenizer, "run.reference")
-    _check_devices(config, ray)
+    check_devices(config, ray)
     check_installed(config.run.metrics, "run.metrics")
     if config.environment.name:
         settings = environment_of(config, inputs)
@@ -265,20 +265,9 @@ def inputs_of(config: RlConfig) -> RunInputs:
         chats=cache(lambda: chat_prompts(loaded, path)),
         tools=getattr(load_environment(name, os.getcwd()), "tools", None) if name else None,
     )
-    chat = str(path) if name and _are_chats(found) else ""
+    chat = str(path) if name and found.is_chat else ""
     stops = _stops(loaded, config.weights)
     return RunInputs(config=config, prompts=found, tokenizer=loaded, stops=stops, chat=chat)
-
-
-def _are_chats(prompts: PromptFile) -> bool:
-    """Whether all prompts are messages, in whose template an environment then answers; none of them may be."""
-    kinds = {prompt.is_chat for prompt in prompts.prompts}
-    if len(kinds) > 1:
-        raise ConfigError(
-            "some prompts are messages and others texts, and an environment answers in the chat template or without: "
-            "give all prompts one form"
-        )
-    return True in kinds
 
 
 def _check_reward_model(folder: str, tokenizer: Tokenizer) -> None:
@@ -313,34 +302,6 @@ def _runtime(config: RlConfig, ray: str | None) -> Runtime:
     if config.cluster.world_size == 1:
         return InlineRuntime()
     return LocalRuntime(timeout_s=timeout_s, backend="gloo" if config.cluster.device.type == "cpu" else "nccl")
-
-
-def _check_devices(config: RlConfig, ray: str | None) -> None:
-    if config.cluster.device.type == "cpu":
-        return
-    if ray is not None:
-        raise ConfigError(
-            f"cluster {config.cluster.name!r} has CUDA devices, and under Ray roles run on CPUs: add "
-            "--cluster.device.backend cpu, or leave out --ray"
-        )
-    ranks, num_devices = config.cluster.world_size, len(local_devices())
-    if num_devices < ranks:
-        raise PlanError(
-            f"cluster {config.cluster.name!r} has {counted(ranks, 'rank')} with a CUDA device each, and this machine "
-            f"has {counted(num_devices, 'CUDA device')}: give it fewer ranks, such as --cluster.tiers.NAME.size 1, or "
-            "try it on this machine's CPU with --cluster.device.backend cpu"
-        )
-
-
-def _unused_gpus(config: RlConfig, ray: str | None) -> str:
-    """A line on GPUs of this machine that the run leaves idle; "" if there are none."""
-    num = len(local_devices())
-    if not num or ray is not None or config.cluster.device.type != "cpu":
-        return ""
-    return (
-        f"\nroles run on the CPU, as device.backend of cluster {config.cluster.name!r} says: {counted(num, 'GPU')} of "
-        "this machine not used"
-    )
 
 
 def _words(config: RlConfig) -> str:

@@ -37,6 +37,17 @@ class PromptFile:
     num_held_out: int
     seed: int
 
+    @property
+    def is_chat(self) -> bool:
+        """Whether all prompts are messages, rather than texts. Raises `ConfigError` if some are, and others not."""
+        kinds = {prompt.is_chat for prompt in self.prompts}
+        if len(kinds) > 1:
+            raise ConfigError(
+                "some prompts are messages and others texts, and an environment answers in the chat template or "
+                "without: give all prompts one form"
+            )
+        return True in kinds
+
     def prompt(self, place: int) -> Prompt:
         """The training prompt at index `place`, from 0; each pass over the prompts has its own order."""
         trained = len(self.prompts) - self.num_held_out
