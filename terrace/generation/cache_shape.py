@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from terrace.base.errors import PlanError
+from terrace.base.errors import ModelError, PlanError
 from terrace.model.operations import LookUp, Operations, Rotary
 from terrace.model.spec import BlockSpec
 from terrace.model.windows import widest_window
@@ -13,7 +13,7 @@ from terrace.plan.dims import rank_numel
 
 
 class CacheShape(NamedTuple):
-    """Cached elements per token: in each of `layers`, `tensors` tensors of (heads, size).
+    """Cached elements per token: in each of `layers` with attention, `tensors` tensors of (heads, size).
 
     There are two tensors, keys and values, or one where a layer caches a single vector for both (latent attention).
     """
@@ -29,17 +29,19 @@ class CacheShape(NamedTuple):
 
 
 def layers_of(blocks: Sequence[BlockSpec]) -> list[Operations]:
-    """Operations of every block that has attention."""
+    """Operations of every layer, with attention or linear."""
     return [block.operations for block in blocks if block.attends]
 
 
 def cache_shape(blocks: Sequence[BlockSpec], rows: int = 1) -> CacheShape:
     """Cache shape on one of `rows` tensor ranks.
 
-    Raises `PlanError` unless `rows` divides the number of heads, and either divides the number of key-value heads or is
-    a multiple of it.
+    Raises `ModelError` for a model without attention, `PlanError` unless `rows` divides the number of heads, and either
+    divides the number of key-value heads or is a multiple of it.
     """
-    layers = layers_of(blocks)
+    layers = [layer for layer in layers_of(blocks) if layer.core.heads]
+    if not layers:
+        raise ModelError("all layers are linear: the engine counts pages of keys, and needs a layer with attention")
     core = layers[0].core
 
     def cut(rows: int) -> bool:

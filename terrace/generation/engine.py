@@ -10,6 +10,7 @@ and therefore schedule identically.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from terrace.generation.request import Completion, Request
 from terrace.generation.sampling import sample, seed_of, uniform
 from terrace.generation.scheduler import Chunk, ScheduledStep, Scheduler
 from terrace.generation.sequence_group import Decode
+from terrace.generation.states import StateLayer, StatePool
 from terrace.model.attention_plans import AttentionPlans
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
@@ -70,13 +72,15 @@ class GenerationEngine:
             token_budget=token_budget,
             context=context,
             window=self._window if is_rolling else 0,
+            has_states=any(layer.delta.heads for layer in layers),
         )
         self._blocks, self._decode = blocks, decode
         self._device = weight.device
-        core = layers[0].core
+        attending = [layer for layer in layers if layer.core.heads]
+        core = attending[0].core
         self._plans = {
             window: AttentionPlans(window, is_grouped=core.heads // rows != shape.heads, cap=core.cap)
-            for window in {layer.core.window for layer in layers}
+            for window in {layer.core.window for layer in attending}
         }
         self._attending: dict[str, Any] = {
             "page_tokens": page_tokens,
@@ -87,7 +91,15 @@ class GenerationEngine:
         }
         self.version = version
         self.pool = build_pool(shape, num_pages, page_tokens, weight.device, weight.dtype)
-        self._caches = [PagedLayer(self.pool, index, layer.core.window) for index, layer in enumerate(layers)]
+        deltas = [layer.delta for layer in layers if layer.delta.heads]
+        self.states = StatePool(deltas, rows, weight.device, weight.dtype)
+        paged, linear = count(), count()
+        self._caches = [
+            PagedLayer(self.pool, next(paged), layer.core.window)
+            if layer.core.heads
+            else StateLayer(self.states, next(linear))
+            for layer in layers
+        ]
 
     def is_idle(self) -> bool:
         """Whether every request has ended."""
@@ -129,6 +141,8 @@ class GenerationEngine:
         step = replace(step, chunks=tuple(step.chunks[index] for index in ordered))
         for source, target in step.copies:
             self.pool.copy(source, target)
+        for source, target in step.slot_copies:
+            self.states.copy(source, target)
         logits = self._pass(step, spans)
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -163,6 +177,8 @@ class GenerationEngine:
     def _pass(self, step: ScheduledStep, spans: Sequence[Span]) -> Tensor | None:
         """Forward pass. Returns logits (B, V), one row per request that samples a token; None if none does."""
         self.pool.prepare(spans)
+        slots = [chunk.group.slot for chunk in step.chunks]
+        self.states.prepare([(slot, span.first, span.end) for slot, span in zip(slots, spans, strict=True)])
         passing = {window: Passing(spans, plans=plans, **self._attending) for window, plans in self._plans.items()}
         tokens: list[int] = []
         positions: list[int] = []
@@ -176,7 +192,8 @@ class GenerationEngine:
         position_ids = torch.tensor([positions], device=self._device)
         x: Tensor = self._blocks[0](torch.tensor([tokens], device=self._device), position_ids)
         for block, cache in zip(self._blocks[1:-1], self._caches, strict=True):
-            cache.passing = passing[cache.window]
+            if isinstance(cache, PagedLayer):
+                cache.passing = passing[cache.window]
             x = block(x, position_ids, cache)
         if not last:
             return None

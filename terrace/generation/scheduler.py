@@ -41,10 +41,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """One scheduled step: its chunks, and the page copies (source, target) to make before it, in order."""
+    """One scheduled step: its chunks, and the copies (source, target) of pages and slots before it, in order."""
 
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...]
+    slot_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def sampling(self) -> list[Chunk]:
@@ -53,9 +54,22 @@ class ScheduledStep:
 
 
 class Scheduler:
-    """Running and waiting sequences. `window` is 0 unless pages behind a sliding window may be released."""
+    """Running and waiting sequences. `window` is 0 unless pages behind a sliding window may be released.
 
-    def __init__(self, *, num_pages: int, page_tokens: int, token_budget: int, context: int, window: int = 0) -> None:
+    Every running sequence has a slot, for what linear layers keep of it. With `has_states` no prompt is shared after it
+    has been prefilled, since only the state after the last token of a sequence is kept.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_tokens: int,
+        token_budget: int,
+        context: int,
+        window: int = 0,
+        has_states: bool = False,
+    ) -> None:
         for name, value in (("page_tokens", page_tokens), ("token_budget", token_budget), ("context", context)):
             if value < 1:
                 raise ConfigError(f"{name} = {value} must be at least 1")
@@ -67,6 +81,10 @@ class Scheduler:
         self._running: list[SequenceGroup] = []  # in order of arrival
         self._waiting: list[tuple[int, SequenceGroup]] = []  # a heap
         self._copies: list[tuple[int, int]] = []
+        self._has_states = has_states
+        self._free_slots: list[int] = []  # a heap, below `_num_slots`
+        self._num_slots = 0
+        self._slot_copies: list[tuple[int, int]] = []
 
     def is_idle(self) -> bool:
         """Whether every request has ended."""
@@ -110,7 +128,8 @@ class Scheduler:
             index += 1
         left = self._admit(chunks, left)
         assert left >= 0, "a step exceeds its budget"
-        return ScheduledStep(tuple(chunks), tuple(self._copies))
+        slot_copies, self._slot_copies = self._slot_copies, []
+        return ScheduledStep(tuple(chunks), tuple(self._copies), tuple(slot_copies))
 
     def advance(
         self,
@@ -161,6 +180,8 @@ class Scheduler:
         for other, members in others:
             groups.append(group.branch(members))
             groups[-1].tokens.append(other)
+            groups[-1].slot = self._take_slot()
+            self._slot_copies.append((group.slot, groups[-1].slot))
             self.counts.share(group.held)
             bisect.insort(self._running, groups[-1], key=lambda each: each.number)
         group.tokens.append(token)
@@ -229,6 +250,7 @@ class Scheduler:
             if sibling is not None:
                 self._share(sibling, group, shared)
             bisect.insort(self._running, group, key=lambda each: each.number)
+            group.slot = self._take_slot()
             num_tokens = min(group.pending, left)
             allocated = self._allocate(group, num_tokens)
             assert allocated, "a group was admitted without pages"
@@ -257,6 +279,8 @@ class Scheduler:
 
         The number is 0 while that prompt is still being prefilled; the sequence is None if there is none to wait for.
         """
+        if self._has_states:
+            return None, 0
         # The last token is computed again, since its logits are needed.
         wanted = min(len(group.prompt) - group.begin, len(group.tokens) - group.begin - 1)
         if wanted < 1:
@@ -306,6 +330,14 @@ class Scheduler:
         self._running.remove(group)
         self.counts.release(group.held)
         group.pages, group.num_dropped, group.computed = [], 0, 0
+        heapq.heappush(self._free_slots, group.slot)
+        group.slot = -1
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return heapq.heappop(self._free_slots)
+        self._num_slots += 1
+        return self._num_slots - 1
 
     def _release_pages(self, group: SequenceGroup) -> None:
         """Release pages behind the window, or all pages of a sequence whose context is full."""

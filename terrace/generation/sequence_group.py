@@ -33,6 +33,7 @@ class SequenceGroup:
     begin: int = 0
     computed: int = 0
     num_dropped: int = 0
+    slot: int = -1  # of the states of linear layers, while it runs
     pages: list[int] = field(default_factory=list)
 
     @staticmethod
@@ -70,7 +71,9 @@ class SequenceGroup:
 
     def branch(self, members: list[Member]) -> "SequenceGroup":
         """A copy of this group for `members`. The caller must count the new references to its pages."""
-        return SequenceGroup(members, list(self.tokens), self.begin, self.computed, self.num_dropped, list(self.pages))
+        return SequenceGroup(
+            members, list(self.tokens), self.begin, self.computed, self.num_dropped, pages=list(self.pages)
+        )
 
     def completion(self, member: Member, finish: Literal["stop", "length", "aborted"]) -> Completion:
         return Completion(tuple(self.made), tuple(member.logprobs), tuple(member.versions), finish)

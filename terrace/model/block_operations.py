@@ -12,9 +12,12 @@ from terrace.model.operations import (
     INPUT,
     OUTPUT,
     Activation,
+    Convolution,
     Core,
+    Delta,
     Dim,
     Enter,
+    Gate,
     Join,
     LookUp,
     Loss,
@@ -72,7 +75,7 @@ def layer_operations(config: ModelConfig) -> Operations:
     """
     stream = _stream(config)
     source, middle, target = Tensor(INPUT, stream), Tensor("middle", stream), Tensor(OUTPUT, stream)
-    attend = _latent_attention if config.latent.key_value_rank else _attention
+    attend = _delta if config.is_linear else _latent_attention if config.latent.key_value_rank else _attention
     feed = _mlp if config.experts is None else _mixture
     # In the parallel form the MLP reads the layer's input, without attention's output.
     second = source if config.parallel_residual else middle
@@ -149,6 +152,9 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
                 yield Scale("scale query", (before,), (after,), config.query_factor)
             else:
                 rotated[name] = before
+    gate = Tensor("gate of heads", heads, Tokens.ALL)
+    if config.attention_gate:
+        yield Product("gate of heads", (enter.target,), (gate,), "attention.gate", bias, group="attention")
     if has_rope:
         yield Rotary(
             "RoPE",
@@ -172,8 +178,45 @@ def _attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[
         cap=config.scales.attention_cap,
         sinks="attention.sinks" if config.has_sinks else "",
     )
-    holds = (enter.target.name, *ready)
+    holds: tuple[str, ...] = (enter.target.name, *ready)
+    if config.attention_gate:
+        mixed, ungated = Tensor("gated", heads, Tokens.ALL), mixed
+        yield Gate("gate attention", (gate, ungated), (mixed,), "sigmoid")
+        holds = (*holds, gate.name)
     yield Product("attention output", (mixed,), (target,), "attention.output", bias, holds=holds)
+
+
+def _delta(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:
+    """The operations of terrace.model.delta_net. Key heads are cut, and shared, as key-value heads are."""
+    enter, sizes = _entered(source), config.delta
+    yield enter
+    keys, values = Dim("kv_heads", sizes.key_heads, sizes.key_dim), Dim("heads", sizes.value_heads, sizes.value_dim)
+    numbers = Dim("heads", sizes.value_heads)
+    inputs = {"query": keys, "key": keys, "value": values, "gate": values, "beta": numbers, "decay": numbers}
+    into = {name: Tensor(name, of, Tokens.ALL) for name, of in inputs.items()}
+    into["gate"] = Tensor("gate of heads", values, Tokens.ALL)  # an MLP has another gate
+    for name, result in into.items():
+        yield Product(name, (enter.target,), (result,), f"attention.{name}", group="attention")
+    convolved = []
+    for name in ("query", "key", "value"):
+        convolved.append(into[name]._replace(name=f"{name} convolved"))
+        yield Convolution(f"convolve {name}", (into[name],), (convolved[-1],), f"attention.{name}_conv", sizes.taps)
+    mixed, normed, gated = (Tensor(name, values, Tokens.ALL) for name in ("mixed", "mixed normalised", "gated"))
+    yield Delta(
+        "delta rule",
+        (*convolved, into["decay"], into["beta"]),
+        (mixed,),
+        heads=sizes.value_heads,
+        key_heads=sizes.key_heads,
+        key_dim=sizes.key_dim,
+        value_dim=sizes.value_dim,
+        taps=sizes.taps,
+        log_decay="attention.log_decay",
+        decay_bias="attention.decay_bias",
+    )
+    yield Norm("norm of heads", (mixed,), (normed,), "attention.norm", Dim("head_dim", sizes.value_dim))
+    yield Gate("gate heads", (into["gate"], normed), (gated,), "silu")
+    yield Product("attention output", (gated,), (target,), "attention.output")
 
 
 def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:

@@ -1,11 +1,13 @@
-"""Interface of the key-value cache, used only by a layer's attention.
+"""Interfaces of what generation keeps of a layer: keys and values, or the state of a linear layer.
 
-terrace.generation implements it with pages.
+terrace.generation implements them, with pages, and with a slot for each sequence.
 
-Shape legend: B rows, S new tokens, K key-value heads, N query heads, D head_dim.
+Shape legend: B rows, S new tokens, K key-value heads, N query heads, D head_dim; of a part of a step R spans of L
+tokens, N value heads with states of (K, V), P taps and F features of its convolutions.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -25,4 +27,30 @@ class LayerCache(Protocol):
 
         Query and output are (B, N, S, D); attention includes the cached tokens and `sinks` (N).
         """
+        ...
+
+
+class StatePart(Protocol):
+    """Spans of a step that have equally many tokens, and are next to each other."""
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The tokens (R, L, ...) of these spans, of x (1, T, ...)."""
+        ...
+
+    def load(self) -> tuple[Tensor, Tensor]:
+        """What is before each span: the last inputs (R, P - 1, F) of the convolutions, and states (R, N, K, V)."""
+        ...
+
+    def store(self, tails: Tensor, states: Tensor) -> None:
+        """Keep what is after each span, in the shapes of `load`."""
+        ...
+
+
+@runtime_checkable
+class StateCache(Protocol):
+    """The states of one linear layer."""
+
+    @property
+    def parts(self) -> Sequence[StatePart]:
+        """All spans of the current step, in order."""
         ...

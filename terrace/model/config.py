@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.hashing import hashed_once
+from terrace.model.delta import DeltaSizes
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.config import read_fields, without_training, write_table
+from terrace.model.hf.delta import KEYS as DELTA_KEYS
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS, CLAMPED
 from terrace.model.hf.latent import KEYS as LATENT_KEYS
@@ -28,7 +30,7 @@ class ModelConfig:
     """Configuration of a decoder. Raises `ModelError` for invalid values.
 
     All layers are alike, with two exceptions (`of_layer`): with `experts`, all but the dense ones have a mixture in
-    place of an MLP; with `kinds`, layers differ in window and RoPE.
+    place of an MLP; with `kinds`, layers differ in window and RoPE, or are linear.
     """
 
     family: str  # one of FAMILIES: the layout of its config.json and of its weight files
@@ -56,10 +58,13 @@ class ModelConfig:
     whole_qk_norm: bool = False  # the same over all heads as one
     norms: Literal["before", "after", "both"] = "before"  # of attention and MLP: on their input, on their output
     has_sinks: bool = False  # attention has a learned logit per head (terrace.model.sinks)
+    attention_gate: bool = False  # the output of attention is multiplied by the sigmoid of a gate, elementwise
     norm_offset: bool = False  # rms norms multiply by 1 + weight
     rope_scaling: RopeScaling | None = None
     sliding_window: int = 0  # a position sees itself and the window - 1 before it; 0: all before it
     kinds: tuple[LayerKind, ...] = ()  # one for each layer, where they differ; sliding_window is then the widest
+    is_linear: bool = False  # layers have the gated delta rule in place of attention; with `kinds`, they say it
+    delta: DeltaSizes = field(default_factory=DeltaSizes)  # of layers that are linear
     scales: Scales = field(default_factory=Scales)
     latent: Latent = field(default_factory=Latent)
     experts: ExpertsConfig | None = None  # None: every layer has an MLP
@@ -101,6 +106,8 @@ class ModelConfig:
             raise ModelError("rope_scaling has no effect where positions are learned: leave it out")
         check_kinds(self)
         self.latent.check(LATENT_KEYS, self.head_dim, self.rotary_dim)
+        if self.is_linear or any(kind.is_linear for kind in self.kinds):
+            self.delta.check(DELTA_KEYS)
         if self.has_sinks and (self.latent.key_value_rank or self.scales.attention_cap):
             raise ModelError("attention sinks are not implemented beside latent attention or capped scores")
         # Redundant settings are rejected, since equal models must compare equal.
@@ -136,6 +143,7 @@ class ModelConfig:
             rotated = self.rotary_dim if kind.rope_theta else 0
             changes |= {"kinds": (), "rotary_dim": rotated, "rope_theta": kind.rope_theta}
             changes |= {"rope_scaling": kind.rope_scaling, "sliding_window": kind.sliding_window}
+            changes["is_linear"] = kind.is_linear
         return replace(self, **changes) if changes else self
 
     @property
@@ -193,10 +201,10 @@ def parse_model(table: Mapping[str, Any]) -> ModelConfig:
     """
     fields = read_fields(table)
     experts, scales = fields.pop("experts", None), Scales(**fields.pop("scales"))
-    latent = Latent(**fields.pop("latent", {}))
+    latent, delta = Latent(**fields.pop("latent", {})), DeltaSizes(**fields.pop("delta", {}))
     kinds = tuple(LayerKind(**with_scaling(kind)) for kind in fields.pop("kinds", ()))
     experts = None if experts is None else ExpertsConfig(**experts)
-    return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, latent=latent, experts=experts)
+    return ModelConfig(**with_scaling(fields), kinds=kinds, scales=scales, latent=latent, delta=delta, experts=experts)
 
 
 def load_model(path: str, *, training: bool = True) -> ModelConfig:

@@ -19,6 +19,7 @@ from terrace.base.errors import ModelError
 from terrace.model.attention_plans import AttentionPlans, plans_of
 from terrace.model.cache import LayerCache
 from terrace.model.config import ModelConfig
+from terrace.model.delta_net import GatedDeltaNet
 from terrace.model.experts.mixture import Mixture
 from terrace.model.kinds import LayerKind
 from terrace.model.latent_attention import LatentAttention
@@ -91,8 +92,11 @@ class DecoderLayer(nn.Module):
             return build_norm(config, **where) if config.norms in (place, "both") else None
 
         self.attention_norm = norm("before")
-        attention = LatentAttention if config.latent.key_value_rank else Attention
-        self.attention = attention(config, rotary, plans, **where)
+        if config.is_linear:
+            self.attention: Any = GatedDeltaNet(config, **where)
+        else:
+            attention = LatentAttention if config.latent.key_value_rank else Attention
+            self.attention = attention(config, rotary, plans, **where)
         self.attention_output_norm = norm("after")
         self.mlp_norm = norm("before")
         self.mlp = MLP(config, **where) if config.experts is None else Mixture(config, **where)

@@ -73,6 +73,11 @@ def is_dense(config: ModelConfig) -> bool:
     return config.experts is None
 
 
+def has_linear_layers(config: ModelConfig) -> bool:
+    """Whether some layers have the gated delta rule in place of attention."""
+    return config.is_linear or any(kind.is_linear for kind in config.kinds)
+
+
 def is_causal(config: ModelConfig) -> bool:
     """Whether no token depends on later ones; false with expert-choice gates."""
     return config.experts is None or not config.experts.is_noncausal

@@ -5,9 +5,10 @@ the order of initialisation, the rank or the plan.
 
 Matrices are normal with standard deviation `init_std`, divided by sqrt(2 * num_layers) for the two projections that
 write to the residual stream, as in GPT-2, so that its variance does not grow with depth. Norm weights are one (zero if
-norms multiply by 1 + weight), biases zero, attention sinks normal as matrices are. Matrix A of a LoRA adapter is
-uniform in +-1 / sqrt(in), as in torch's Linear; B is zero, so that the adapter adds nothing at first (Hu et al.
-2106.09685, section 4.1).
+norms multiply by 1 + weight), biases zero, attention sinks normal as matrices are. In linear layers exp(log_decay) is
+uniform in (0.01, 16) and the bias of the decay one, as in the released models. Matrix A of a LoRA adapter is uniform in
++-1 / sqrt(in), as in torch's Linear; B is zero, so that the adapter adds nothing at first (Hu et al. 2106.09685,
+section 4.1).
 """
 
 import hashlib
@@ -23,6 +24,8 @@ from terrace.model.config import ModelConfig
 from terrace.model.lora.config import DOWN, UP
 
 _TEMPERATURE = 0.3  # of a cosine gate: cosines within [-1, 1] can then tell choices apart; a guess
+_LOG_DECAY, _DECAY_BIAS = "attention.log_decay", "attention.decay_bias"
+_LINEAR_NORM = "attention.norm.weight"  # of linear layers: without an offset in families whose other norms have one
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "mlp.shared.down.weight")
 
 
@@ -30,6 +33,11 @@ def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: 
     """Initial value of one whole parameter, an fp32 CPU tensor of `shape`; callers slice their shard from it."""
     if param_name.endswith("router.temperature"):
         return torch.full(shape, math.log(_TEMPERATURE))
+    if param_name in (_DECAY_BIAS, _LINEAR_NORM):
+        return torch.ones(shape)
+    if param_name == _LOG_DECAY:
+        generator = torch.Generator().manual_seed(_seed_of(seed, f"{block_name}.{param_name}"))
+        return torch.empty(shape).uniform_(0.01, 16.0, generator=generator).log_()
     if param_name.endswith(("bias", UP)):
         return torch.zeros(shape)
     if param_name.endswith(DOWN):

@@ -1,4 +1,4 @@
-"""Kinds of layers (window and RoPE), and constants that scale or cap values. Needs no torch."""
+"""Kinds of layers (window, RoPE, linear attention), and constants that scale or cap values. Needs no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,8 @@ from terrace.model.windows import widest_window
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """Window and RoPE of one layer, if layers differ in them; fields as in `ModelConfig`."""
+
+    is_linear: bool = False
 
     sliding_window: int = 0
     rope_theta: float = 0.0  # 0: no RoPE
@@ -74,6 +76,10 @@ def check_kinds(config: Any) -> None:
     # Redundant settings are rejected, since equal models must compare equal.
     if len(set(kinds)) == 1:
         raise ModelError("kinds are all alike: leave them out, and give their window and RoPE to the model")
+    if config.is_linear:
+        raise ModelError(
+            "is_linear with kinds of which some are not: set it to false, as the layers with attention say"
+        )
     widest = widest_window([kind.sliding_window for kind in kinds])
     if config.sliding_window != widest:
         raise ModelError(

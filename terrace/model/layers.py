@@ -119,6 +119,7 @@ class Attention(PlannedAttention):
         self.query = nn.Linear(hidden, query_size, bias=bias, **where)
         self.key = nn.Linear(hidden, key_size, bias=bias, **where)
         self.value = nn.Linear(hidden, key_size, bias=bias, **where)
+        self.gate = nn.Linear(hidden, query_size, bias=bias, **where) if config.attention_gate else None
         self.output = nn.Linear(query_size, hidden, bias=config.attention_bias, **where)
         self.sinks: Tensor = nn.Parameter(torch.empty(config.num_heads, **where)) if config.has_sinks else NO_SINKS
         # Query, key and value in one product, if terrace.model.arranged has joined them; `_sizes` are their widths.
@@ -145,6 +146,7 @@ class Attention(PlannedAttention):
             parts = self.joined(x).split(self._sizes, -1)
             query, key = self._heads(parts[0], self.query_norm), self._heads(parts[1], self.key_norm)
             value = self._heads(parts[2], None)
+        gate = None if self.gate is None else self.gate(x)
         if self._factor != 1.0:
             query = query * self._factor
         # Before the rotation: the plan depends only on positions and shapes.
@@ -157,7 +159,11 @@ class Attention(PlannedAttention):
             mixed = attends(query, key, value, plan, self.sinks)  # (B, N, S, D)
             return mixed.transpose(1, 2).flatten(2)  # (B, S, N*D)
 
-        return self.run(core, (query, key, value), self.output)
+        def read(mixed: Tensor) -> Tensor:
+            output: Tensor = self.output(mixed if gate is None else gate.sigmoid() * mixed)
+            return output
+
+        return self.run(core, (query, key, value), read)
 
     def _heads(self, x: Tensor, norm: nn.Module | None) -> Tensor:
         if norm is not None and self._norms_whole:

@@ -5,7 +5,9 @@ from functools import lru_cache
 
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.operations import (
+    Convolution,
     Core,
+    Delta,
     Dim,
     LookUp,
     Loss,
@@ -19,6 +21,8 @@ from terrace.model.operations import (
 )
 from terrace.model.params import STACKED, ParamSpec
 
+_ONE = Dim("channels", 1)  # a convolution reads one feature for each that it writes
+
 
 @lru_cache(maxsize=256)
 def params_of(operations: Operations) -> tuple[ParamSpec, ...]:
@@ -31,7 +35,7 @@ def params_of(operations: Operations) -> tuple[ParamSpec, ...]:
     for operation in operations:
         found = _params(operation)
         module = "" if ends or not found else found[0].name.partition(".")[0]
-        place = 0 if isinstance(operation, Core) else 2 if isinstance(operation, Norm) else 1
+        place = 0 if isinstance(operation, Core | Delta) else 2 if isinstance(operation, Norm) else 1
         modules.setdefault(module, []).append((place, found))
     ordered = (found for own in modules.values() for _, found in sorted(own, key=lambda each: each[0]))
     return tuple(param for found in ordered for param in found)
@@ -49,6 +53,11 @@ def _params(operation: Operation, *, is_stacked: bool = False) -> list[ParamSpec
             return found + bias if operation.has_bias else found
         case Core():
             return [_param(operation.sinks, Dim("heads", operation.heads))] if operation.sinks else []
+        case Convolution():
+            return [_param(f"{operation.weight}.weight", operation.source.features, _ONE, Dim("taps", operation.taps))]
+        case Delta():
+            heads = Dim("heads", operation.heads)
+            return [_param(operation.log_decay, heads), _param(operation.decay_bias, heads)]
         case Mixture():
             return list(_mixture_params(operation))
         case LookUp():
@@ -136,6 +145,10 @@ def _multiplications(operations: Operations, operation: Operation, sequence: int
     match operation:
         case Core():
             return sequence * operation.heads * (operation.head_dim + operation.value_dim)
+        case Convolution():
+            return operation.taps * operation.source.features.numel
+        case Delta():
+            return operation.multiplications
         case PlainProduct():
             return operation.source.features.numel * operation.target.features.numel
         case LookUp():

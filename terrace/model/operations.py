@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
 from terrace.base.hashing import hashed_once
+from terrace.model.delta import CHUNK
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.rope_scaling import RopeScaling
 
@@ -172,6 +173,50 @@ class Core(Operation):
 
 
 @dataclass(frozen=True)
+class Convolution(Operation):
+    """A causal convolution of each feature with `taps` tokens, then silu; `weight` (features, 1, taps)."""
+
+    weight: str
+    taps: int
+
+
+@dataclass(frozen=True)
+class Delta(Operation):
+    """The gated delta rule (terrace.model.delta_rule) on queries, keys, values, decays and strengths.
+
+    Each of `heads` value heads has a state of (`key_dim`, `value_dim`) numbers, the same for any length. `log_decay`
+    and `decay_bias` are its parameters, a number per head.
+    """
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int  # of the convolutions before it: generation also caches their last inputs
+    log_decay: str
+    decay_bias: str
+
+    @property
+    def state_numel(self) -> int:
+        """Numbers of the states of all heads."""
+        return self.heads * self.key_dim * self.value_dim
+
+    @property
+    def multiplications(self) -> int:
+        """Per token: in a whole chunk scores of keys and of queries, the solution, and products with the state."""
+        key, value = self.key_dim, self.value_dim
+        in_chunk = CHUNK * (2 * key + value) + CHUNK * (key + value) // 2
+        return self.heads * (in_chunk + 3 * key * value)
+
+
+@dataclass(frozen=True)
+class Gate(Operation):
+    """act(gate) * x of the operands (gate, x), on the heads before the output projection."""
+
+    function: str
+
+
+@dataclass(frozen=True)
 class Activation(Operation):
     """act(x), or act(gate) * up of two operands. If it `keeps_operands`, its backward computes act(gate) again."""
 
@@ -285,6 +330,11 @@ class Operations:
         return next(iter(self.of(Core)), NO_CORE)
 
     @cached_property
+    def delta(self) -> Delta:
+        """The gated delta rule, or `NO_DELTA`."""
+        return next(iter(self.of(Delta)), NO_DELTA)
+
+    @cached_property
     def mixture(self) -> Mixture:
         """The mixture of experts, or `NO_MIXTURE`."""
         return next(iter(self.of(Mixture)), NO_MIXTURE)
@@ -302,6 +352,7 @@ def _shared(operation: Operation) -> tuple[Operation, ...]:
 
 NO_FEATURES = Dim("", 0)
 NO_CORE = Core("no attention", (), (), heads=0, kv_heads=0, head_dim=0, value_dim=0)
+NO_DELTA = Delta("no delta rule", (), (), 0, 0, key_dim=0, value_dim=0, taps=1, log_decay="", decay_bias="")
 # One expert for every token, as if an MLP were a mixture.
 _ONE = ExpertsConfig(num_experts=1, per_token=1, intermediate_size=0)
 NO_MIXTURE = Mixture("no mixture", (), (), experts=_ONE, weight="", each=())

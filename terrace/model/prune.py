@@ -87,6 +87,11 @@ class Shares:
                 f"--heads {self.heads}: a {whole.family} config.json has no key for the size of a head, which follows "
                 "from the number of heads, so none can be removed: leave --heads out"
             )
+        if self.heads < 1 and (whole.is_linear or any(kind.is_linear for kind in whole.kinds)):
+            raise ModelError(
+                f"--heads {self.heads}: heads of linear layers have states of their own, and none can be removed yet: "
+                "leave --heads out"
+            )
         groups = _few("heads", self.heads, whole.num_kv_heads, "key-value heads")
         made = replace(
             whole,
@@ -106,9 +111,14 @@ class Shares:
         if made.kinds:
             kinds = tuple(made.kinds[layer] for layer in layers)
             widest = widest_window([kind.sliding_window for kind in kinds])
-            # The model's own fields are those of its widest layer with RoPE.
-            main = max(kinds, key=lambda kind: (kind.rope_theta > 0, kind.sliding_window == widest))
-            changes |= {"rope_theta": main.rope_theta, "rope_scaling": main.rope_scaling, "sliding_window": widest}
+            # As `read_kinds` has it: the widest layer with RoPE, with attention if any has it.
+            main = max(kinds, key=lambda kind: (not kind.is_linear, kind.rope_theta > 0, kind.sliding_window == widest))
+            changes |= {
+                "is_linear": main.is_linear,
+                "rope_theta": main.rope_theta,
+                "rope_scaling": main.rope_scaling,
+                "sliding_window": widest,
+            }
             changes |= {"kinds": kinds if len(set(kinds)) > 1 else (), "rotary_dim": made.rotary_dim}
             if not main.rope_theta:
                 changes["rotary_dim"] = 0
@@ -158,6 +168,8 @@ def pruned_values(whole: ModelConfig, kept: Kept, value: Callable[[str, str], Te
         for dim, (counts, number) in enumerate(specs[source, param].dims):
             if counts in CHANNELS and counts in units:
                 found = _taken(found, dim, units[counts], number)
+            elif HEADS not in units:
+                continue
             elif counts == "kv_heads":
                 found = _taken(found, dim, units[HEADS], number)
             elif counts == "heads":
@@ -169,9 +181,13 @@ def pruned_values(whole: ModelConfig, kept: Kept, value: Callable[[str, str], Te
 
 
 def readers(operations: Operations) -> dict[str, Product]:
-    """The product through which the units of each dim reach the residual stream, by the dim's quantity."""
+    """The product through which the units of each dim reach the residual stream, by the dim's quantity.
+
+    Heads of linear layers are not removed.
+    """
     products = [each for each in (*operations.passed, *operations.mixture.each) if isinstance(each, Product)]
-    return {each.inputs.counts: each for each in products if each.inputs.counts in (HEADS, *CHANNELS)}
+    removed = CHANNELS if operations.delta.heads else (HEADS, *CHANNELS)
+    return {each.inputs.counts: each for each in products if each.inputs.counts in removed}
 
 
 def sizes_words(config: ModelConfig) -> str:

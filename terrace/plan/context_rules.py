@@ -9,7 +9,7 @@ from terrace.model.windows import widest_window
 
 def windows_of(blocks: Sequence[BlockSpec]) -> tuple[int, ...]:
     """The distinct attention windows of the layers, widest first; 0 means no window. Empty without attention."""
-    found = {block.operations.core.window for block in blocks if block.attends}
+    found = {block.operations.core.window for block in blocks if block.attends and not block.operations.delta.heads}
     if not found:
         return ()
     widest = widest_window(sorted(found))
@@ -23,6 +23,8 @@ def why_whole(blocks: Sequence[BlockSpec], sequence: int = 0, balance: str = "to
         listed = " and ".join("no window" if not window else f"a window of {window}" for window in windows)
         return f'its layers differ in their windows ({listed}), and balance = "cost" prices documents by one'
     for block in blocks:
+        if block.operations.delta.heads:
+            return "its linear layers carry a state along a row, which no ranks of a context axis pass on yet"
         if block.operations.core.cap:
             return "it caps the scores of attention, which no kernel of a context axis supports"
         for rotary in block.operations.of(Rotary):

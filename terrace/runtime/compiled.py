@@ -21,7 +21,7 @@ from torch import nn
 from terrace.base.errors import ConfigError, TrainingError, first_line
 from terrace.base.own_path import safe_flags
 from terrace.launch.signals import ended_words
-from terrace.model import attention
+from terrace.model import attention, delta_net
 from terrace.model.attention_plans import AttentionPlans, Refusable
 from terrace.model.decoder import Head
 from terrace.model.layers import MLP, Attention, RMSNorm
@@ -124,8 +124,9 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
 
     Functions that depend on document boundaries stay eager: they would be recompiled for every batch.
     """
-    made = ((attention.PerMicroBatch, "get"), (AttentionPlans, "made"))
-    for owner, name in (*made, (Refusable, "attend"), (attention, "attend_in_pieces")):
+    made: tuple[tuple[object, str], ...] = ((attention.PerMicroBatch, "get"), (AttentionPlans, "made"))
+    made = (*made, (Refusable, "attend"), (attention, "attend_in_pieces"), (delta_net, "gated_delta_rule"))
+    for owner, name in made:
         function = getattr(owner, name)
         # Patched once per process; a second engine finds it done.
         if not hasattr(function, "_torchdynamo_disable"):

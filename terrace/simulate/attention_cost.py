@@ -29,7 +29,7 @@ def attention_cost(
     """
     # The reached peak, not the data sheet's: the balancer compares these seconds with measured links.
     peak = peak_flops_per_s(cluster.device, compute) * cluster.device.kernels.gemm
-    layers = [index for index, block in enumerate(blocks) if block.attends]
+    layers = [index for index, block in enumerate(blocks) if block.attends and not block.operations.delta.heads]
     cores = [blocks[index].operations.core for index in layers]
     window, core = widest_window([each.window for each in cores]), cores[0]
     # A backward costs two forwards, recomputation one more. Attention of a token to itself is priced separately.

@@ -296,7 +296,7 @@ def work_of(
 
 def _mask_bytes(work: Work, specs: Sequence[BlockSpec], backend: Backend) -> int:
     """Mask bytes of a micro-batch, with one set of masks per window size of the layers."""
-    windows = {block.operations.core.window: block for block in specs if block.attends}
+    windows = {block.operations.core.window: block for block in specs if block.operations.core.heads}
     if not windows:
         return mask_bytes(work, backend)
     return sum(mask_bytes(work_in(work, block, backend), backend) for block in windows.values())

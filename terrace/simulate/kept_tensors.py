@@ -8,6 +8,9 @@ Kernels keep different tensors, so rules depend on the backend:
   again for the backward, so only the rank's shard is kept. With products in 8 bits the codes of the input are kept,
   unless the input is gathered or computed again for the backward.
 - Activation: its operand, and act(gate) and up where it multiplies two; only both operands if it keeps these.
+- Convolution: its operand. Delta: its five operands, and where context ranks pass states those before its runs; its
+  backward computes the factors of all chunks again (terrace.model.delta_rule).
+- Gate: as an activation that multiplies two, but of a sigmoid its result.
 - Core: q, k, v, its output and one log-sum per token and head. Plain products keep q, k, v and the softmax in fp32, and
   a copy of the output with the heads merged. Documents and windows are in terrace.simulate.masks.
 - Loss: only its input, since it computes logits in chunks of tokens during its backward (terrace.runtime.head).
@@ -25,9 +28,12 @@ from terrace.model.operations import (
     INPUT,
     OUTPUT,
     Activation,
+    Convolution,
     Core,
+    Delta,
     Dim,
     Enter,
+    Gate,
     Join,
     LookUp,
     Loss,
@@ -45,6 +51,7 @@ from terrace.model.operations import (
 from terrace.model.product_parts import converted_bytes
 from terrace.plan.plan import scales_rows
 from terrace.simulate.block_tape import BlockTape, Rule
+from terrace.simulate.delta import convolution_nodes, delta_nodes, gate_nodes
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, piece_tokens
 from terrace.simulate.tape import Node
 
@@ -342,6 +349,9 @@ RULES: dict[type[Operation], Rule] = {
     Join: _join,
     Scale: _scale,
     Sum: _sum,
+    Convolution: convolution_nodes,
+    Delta: delta_nodes,
+    Gate: gate_nodes,
     Activation: _activation,
     Core: _core,
     LookUp: _look_up,

@@ -21,8 +21,11 @@ from terrace.cluster.software import OWN
 from terrace.model.loss_chunks import chunk_rows
 from terrace.model.operations import (
     Activation,
+    Convolution,
     Core,
+    Delta,
     Enter,
+    Gate,
     Join,
     LookUp,
     Loss,
@@ -41,6 +44,7 @@ from terrace.plan.recompute import operations_named
 from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
 from terrace.simulate.as_software import casts, core_more_s, layer_more_s, loss_passes_s, saved_s, scaled_s
+from terrace.simulate.delta import delta_seconds
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
 from terrace.simulate.masks import core_keys, spread_kernel, work_in
 from terrace.simulate.mixture import LAYER_OPERATORS, Divided, Seconds, gate_seconds, launches, mixture_seconds
@@ -122,7 +126,7 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
         forward_s, input_s, weight_s = _sum((forward_s, input_s, weight_s), divided[:3])
     if device.software != OWN:
         forward_s, input_s, weight_s = _sum((forward_s, input_s, weight_s), layer_more_s(device, work))
-    if layer.core.heads:
+    if layer.core.heads or layer.delta.heads:
         # A small layer is bound by kernel launches on the host.
         host_s = device.kernels.host_layer_s * _launches(device, work, divided)
         forward_s, input_s, weight_s = _host_bound(forward_s, input_s, weight_s, host_s)
@@ -348,8 +352,9 @@ def _elsewhere(device: Device, work: Work, operation: Operation, accumulate: boo
 
 # Costs by type, besides products (priced in groups) and passes over memory.
 _RULES: Mapping[type[Operation], Callable[[Device, Work, Any, bool], Seconds]] = {
-    **dict.fromkeys((Enter, Product, Norm, Rotary, Join, Scale, Activation, Sum), _elsewhere),
+    **dict.fromkeys((Enter, Product, Norm, Rotary, Join, Scale, Convolution, Gate, Activation, Sum), _elsewhere),
     Core: _core,
+    Delta: delta_seconds,
     Mixture: mixture_seconds,
     PlainProduct: _plain_product,
     LookUp: _look_up,

@@ -5,6 +5,8 @@ With N elements of e bytes on a rank, of the operation's result or of each opera
     Norm          2eN forward, 5eN backward
     Sum           3eN each way: two operands and the result
     Activation    2eN forward, 3eN backward; gated 3eN and 5eN
+    Convolution   2eN forward, 5eN backward
+    Gate          3eN forward, 5eN backward
     Rotary        2eN each way, of queries and keys
     Join          2eN each way
     Scale         2eN each way, of queries; what multiplies the residual stream is not counted
@@ -25,8 +27,11 @@ from typing import Any, NamedTuple
 from terrace.cluster.cluster import Device
 from terrace.model.operations import (
     Activation,
+    Convolution,
     Core,
+    Delta,
     Enter,
+    Gate,
     Join,
     LookUp,
     Loss,
@@ -80,6 +85,14 @@ def _activation(activation: Activation) -> Passes:
     return Passes(((activation.target, operands + 1, 2 * operands + 1),), (1, 1))
 
 
+def _convolution(convolution: Convolution) -> Passes:
+    return Passes(((convolution.target, 2, 5),), (1, 1))
+
+
+def _gate(gate: Gate) -> Passes:
+    return Passes(((gate.target, 3, 5),), (1, 1))
+
+
 def _rotary(rotary: Rotary) -> Passes:
     return Passes(tuple((operand, 2, 2) for operand in rotary.reads), (1, 1))
 
@@ -98,9 +111,11 @@ def _nothing(operation: Operation) -> Passes:
 
 # For products see `_bias_gradients`, for cores `_layout`; the rest is priced in terrace.simulate.layers.
 _PASSES: Mapping[type[Operation], Callable[[Any], Passes]] = {
-    **dict.fromkeys((Enter, Product, Core, Mixture, LookUp, Loss, Score, PlainProduct), _nothing),
+    **dict.fromkeys((Enter, Product, Core, Delta, Mixture, LookUp, Loss, Score, PlainProduct), _nothing),
     Norm: _norm,
     Sum: _sum,
+    Convolution: _convolution,
+    Gate: _gate,
     Activation: _activation,
     Rotary: _rotary,
     Join: _join,

@@ -1,6 +1,7 @@
 """The scheduler alone, without a model: pages, budgets and ends under random requests."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ _PROMPTS = [tuple(range(length)) for length in (1, 4, 9, 9, 17, 60, 60)]
 @dataclass(frozen=True)
 class Case:
     requests: list[Request]
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     aborts: int  # steps after which all is aborted and resumed; 0: never
     late: int = 0  # steps after which every second request comes
 

@@ -16,9 +16,10 @@ from tests.support.families import TABLES, TOKENS, in_fp64, loaded, their_model
 from tests.support.nightly import nightly
 
 ROWS = ("smollm3", "granite", "olmo2", "phi3, longrope, short", "gemma2", "gemma3_text", "gpt_oss, 20b")
+LINEAR = ("qwen3_next", "qwen3_next, odd sizes", "qwen3_5_text, grouped by three")
 
 
-@pytest.mark.parametrize("name", [*ROWS, "gpt_oss, odd sizes", *nightly("gpt_oss, 120b")])
+@pytest.mark.parametrize("name", [*ROWS, "gpt_oss, odd sizes", *LINEAR, *nightly("gpt_oss, 120b")])
 def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """Ours by the head that has its logits in chunks, theirs by autograd over whole logits."""
     their_model(tmp_path / "weights", TABLES[name])

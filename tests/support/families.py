@@ -49,6 +49,12 @@ _LATENT |= {"q_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 7, "v_
 _OSS: dict[str, Any] = _SIZES | {"model_type": "gpt_oss", "intermediate_size": 24, "num_key_value_heads": 1}
 _OSS |= {"head_dim": 8, "num_attention_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 4, "sliding_window": 5}
 _OSS |= {"rope_parameters": _YARN | {"factor": 32.0, "truncate": False}, "pad_token_id": None}
+# Qwen3-Next-80B-A3B and Qwen3.5 with fewer and smaller layers: heads in their proportions, three of four layers linear.
+_NEXT: dict[str, Any] = _ROUTED | _FINE | {"model_type": "qwen3_next", "head_dim": 16, "num_hidden_layers": 4}
+_NEXT |= {"shared_expert_intermediate_size": 17, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_NEXT |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5}
+_NEXT_DENSE = {key: value for key, value in _NEXT.items() if "expert" not in key and "moe" not in key}
+_NEXT_DENSE |= {"model_type": "qwen3_5_text"}
 TABLES: dict[str, dict[str, Any]] = {
     "gpt_oss, 20b": _OSS,
     "gpt_oss, 120b": _OSS | {"num_hidden_layers": 3, "num_local_experts": 16, "num_key_value_heads": 2},
@@ -141,6 +147,15 @@ TABLES: dict[str, dict[str, Any]] = {
     "deepseek_v3, whole queries, halves": _LATENT
     | {"q_lora_rank": None, "rope_interleave": False, "v_head_dim": 11, "n_group": 1, "topk_group": 1}
     | {"norm_topk_prob": False, "first_k_dense_replace": 0},
+    "qwen3_next": _NEXT,
+    "qwen3_next, odd sizes": _NEXT
+    | {"hidden_size": 21, "linear_num_key_heads": 3, "linear_num_value_heads": 3, "linear_conv_kernel_dim": 3}
+    | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2, "attention_bias": True}
+    | {"linear_value_head_dim": 9, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    "qwen3_5_text": _NEXT_DENSE,
+    "qwen3_5_text, grouped by three": _NEXT_DENSE
+    | {"linear_num_value_heads": 6, "full_attention_interval": 2, "rope_parameters": {"rope_type": "default"}}
+    | {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
     "gpt2, untied": _GPT2 | {"model_type": "gpt2", "tie_word_embeddings": False, "n_inner": 31},
 }
 TOKENS = torch.randint(0, 61, (3, 19), generator=torch.Generator().manual_seed(0))

@@ -59,6 +59,15 @@ MODELS["latent"] = parse_model(_LATENT)
 _SUNK = _LLAMA | {"model_type": "gpt_oss", "head_dim": 4, "num_local_experts": 6, "num_experts_per_tok": 2}
 MODELS["sunk"] = parse_model(_SUNK | {"sliding_window": 5, "intermediate_size": 12})
 
+_LINEAR = _LLAMA | {"model_type": "qwen3_5_text", "head_dim": 8, "num_hidden_layers": 4, "full_attention_interval": 2}
+_LINEAR |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+}
+MODELS["linear"] = parse_model(_LINEAR)
+
 
 def make(config: ModelConfig) -> list[nn.Module]:
     blocks = build_blocks(config, dtype=torch.float64)

@@ -167,6 +167,16 @@ _LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk
 # Attention sinks, every other layer with a window; experts with biases and a clamped gate.
 _SUNK = _LLAMA | {"model_type": "gpt_oss", "head_dim": 6, "sliding_window": 3, "num_local_experts": 8}
 _SUNK |= {"num_experts_per_tok": 3, "intermediate_size": 6}
+# Two layers, the first of them linear, with two key heads for four heads of values; then the same with experts.
+_LINEAR = _LLAMA | {"model_type": "qwen3_5_text", "head_dim": 8, "full_attention_interval": 2}
+_LINEAR |= {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 2,
+}
+_NEXT = _LINEAR | {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
+_NEXT |= {"shared_expert_intermediate_size": 6}
 _FROZEN_SINKS = ("layers.1.*", "layers.0.attention.sinks", "layers.2.mlp.down.*", "layers.3.mlp.gate.bias")
 
 
@@ -302,6 +312,10 @@ MODELS = {
     "wide sunk, 1 kv head": _decoder_model(_SUNK | _WIDE | {"num_key_value_heads": 1}),
     "deep sunk": _decoder_model(_SUNK | _DEEP, tied_embeddings=True),
     "deep sunk, frozen parts": _decoder_model(_SUNK | _DEEP, _FROZEN_SINKS, tied_embeddings=True),
+    "linear": _decoder_model(_LINEAR),
+    "wide linear": _decoder_model(_LINEAR | _WIDE | {"linear_num_value_heads": 8, "linear_num_key_heads": 4}),
+    "deep linear": _decoder_model(_LINEAR | _DEEP, tied_embeddings=True),
+    "linear experts": _decoder_model(_NEXT),
     "llama, many ids": _decoder_model(_LLAMA | _MANY_IDS),
     "gpt2, many ids": _decoder_model(_GPT2 | _MANY_IDS, tied_embeddings=False),
     "llama, many frozen ids": _decoder_model(_LLAMA | _MANY_IDS, ("embedding.*",)),

@@ -12,6 +12,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
+from terrace.model.hf.delta import read_delta, write_delta
 from terrace.model.hf.families import FAMILIES, Family
 from terrace.model.hf.key_tables import ROOT_OF_HIDDEN
 from terrace.model.hf.keys import ACTIVATIONS, HARMLESS, ONLY, REFUSED, TRAINING
@@ -64,7 +65,7 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     fields |= {"scales": read_scales(loaded, family.constants), **read_kinds(loaded, family, ropes)}
     if family.is_mixture:
         fields["experts"] = read_experts(loaded, family.names, family.constants)
-    fields |= read_latent(loaded, table)
+    fields |= read_latent(loaded, table) | read_delta(loaded)
     fields |= {"family": name, "scalar_head": _read_head(table, family)}
     return _complete(fields, table)
 
@@ -83,7 +84,7 @@ def write_table(fields: Mapping[str, Any]) -> dict[str, Any]:
     table |= family.written
     if family.is_mixture:
         table |= write_experts(fields["experts"], family.names)
-    table |= write_kinds(fields, family) | write_latent(fields, family.table)
+    table |= write_kinds(fields, family) | write_latent(fields, family.table) | write_delta(fields, family.table)
     if family.theta_key:
         theta, scaling = fields["rope_theta"], fields["rope_scaling"]
         table["rope_parameters"] = written_rope(kinds_of(fields), scaling, theta, family) | written_mscale(fields)

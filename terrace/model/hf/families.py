@@ -28,7 +28,9 @@ from terrace.model.hf.key_tables import (
     Qwen2MoeTable,
     Qwen2Table,
     Qwen3MoeTable,
+    Qwen3NextTable,
     Qwen3Table,
+    Qwen35Table,
     SmolLM3Table,
     made,
 )
@@ -152,6 +154,8 @@ _DEEPSEEK_V3 = Family(
     ),
     only={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )
+_HYBRID = _GATED | {"mlp_bias": False, "qk_norm": True, "norm_offset": True, "attention_gate": True}
+_QUARTER: dict[str, Any] = {"factor_key": "partial_rotary_factor", "default_factor": 0.25, "factor_is_free": True}
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
@@ -293,6 +297,25 @@ FAMILIES: Mapping[str, Family] = {
         only={"shared_expert_intermediate_size": (0,), "use_qk_norm": (True,), "qkv_bias": (False,)},
         is_mixture=True,
         windows="after",
+    ),
+    "qwen3_next": Family(
+        keys=Qwen3NextTable,
+        architecture="Qwen3NextForCausalLM",
+        names=_QWEN_ROUTED
+        | _BIASED
+        | {"head_dim": "head_dim", "experts.shared_size": "shared_expert_intermediate_size"},
+        constants=_HYBRID | {"experts.shared_gate": True},
+        aliases={"num_local_experts": "num_experts"},
+        only={"use_sliding_window": (False,)},
+        is_mixture=True,
+        **_QUARTER,
+    ),
+    "qwen3_5_text": Family(
+        keys=Qwen35Table,
+        architecture="Qwen3_5ForCausalLM",
+        names=_GROUPED | _BIASED | {"head_dim": "head_dim"},
+        constants=_HYBRID,
+        **_QUARTER,
     ),
     "glm4_moe": Family(
         keys=Glm4MoeTable,

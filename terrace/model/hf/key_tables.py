@@ -229,6 +229,40 @@ class Qwen3MoeTable(_QwenMoeTable):
 
 
 @_table
+class Qwen3NextTable(Qwen3MoeTable):
+    """The implemented keys of `Qwen3NextConfig`. Every `full_attention_interval`-th layer has full attention."""
+
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    shared_expert_intermediate_size: int
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    full_attention_interval: int = 4
+    head_dim: int | None = 256
+    norm_topk_prob: bool = True
+    layer_types: tuple[str, ...] | None = None
+
+
+@_table
+class Qwen35Table(_RotaryTable):
+    """The implemented keys of `Qwen3_5TextConfig`, linear layers as in `Qwen3NextTable`."""
+
+    num_key_value_heads: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_conv_kernel_dim: int = 4
+    full_attention_interval: int = 4
+    head_dim: int | None = 256
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    layer_types: tuple[str, ...] | None = None
+
+
+@_table
 class Glm4MoeTable(_MixtureTable):
     n_routed_experts: int
     moe_intermediate_size: int

@@ -62,5 +62,6 @@ CLAMPED = "clamped_silu"  # of gate and up together, in experts (`terrace.model.
 _LATENT = "deepseek_v3 has latent attention, and this family another gate or other attention"
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm4_moe_lite"), _LATENT),
+    "qwen3_5": "it has images too; its text model alone is model_type qwen3_5_text",
     "gemma3": "it has images too; its text model alone is model_type gemma3_text",
 }

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from terrace.base.errors import ModelError
+from terrace.model.hf.delta import LINEAR, has_linear, linear_layers
 from terrace.model.windows import FULL, SLIDING, widest_window
 
 if TYPE_CHECKING:
@@ -24,30 +25,35 @@ def read_kinds(loaded: Any, family: "Family", ropes: Mapping[str, "Rope"]) -> di
     implemented.
     """
     num_layers = max(0, min(loaded.num_hidden_layers, _MOST_LAYERS)) if hasattr(loaded, "num_hidden_layers") else 0
-    rotated = _rotated(loaded, num_layers)
-    window, kinds = _window(loaded, family), _named(loaded, family, rotated)
+    rotated, linear = _rotated(loaded, num_layers), linear_layers(loaded, num_layers)
+    window, kinds = _window(loaded, family), None
+    if not has_linear(family.table):
+        kinds = _named(loaded, family, rotated)
     if kinds is None:
         kinds = [SLIDING if window else FULL] * num_layers
     found: list[dict[str, Any]] = [
         {
+            "is_linear": is_linear,
             "sliding_window": window if kind == SLIDING else 0,
             "rope_theta": ropes[kind][0] if is_rotated else 0.0,
             "rope_scaling": ropes[kind][1] if is_rotated else None,
         }
-        for kind, is_rotated in zip(kinds, rotated, strict=True)
+        for kind, is_rotated, is_linear in zip(kinds, rotated, linear, strict=True)
     ]
     if not found:  # a family without kinds, or no layers
         return {"rope_theta": ropes[FULL][0], "rope_scaling": ropes[FULL][1], "sliding_window": window}
     widest = widest_window([window if kind == SLIDING else 0 for kind in kinds])
-    # The model's own fields are those of the widest layer with RoPE.
-    main = max(found, key=lambda kind: (kind["rope_theta"] > 0, kind["sliding_window"] == widest))
+    # The model's own fields are those of the widest layer with RoPE, and of one with attention if any has it.
+    main = max(
+        found, key=lambda kind: (not kind["is_linear"], kind["rope_theta"] > 0, kind["sliding_window"] == widest)
+    )
     alike = all(kind == found[0] for kind in found)
     return main | {"sliding_window": widest} | ({} if alike else {"kinds": tuple(found)})
 
 
 def kinds_of(fields: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
     """Fields of `LayerKind` for every layer."""
-    alike = {key: fields[key] for key in ("sliding_window", "rope_theta", "rope_scaling")}
+    alike = {key: fields[key] for key in ("is_linear", "sliding_window", "rope_theta", "rope_scaling")}
     return fields["kinds"] or [alike] * fields["num_layers"]
 
 
@@ -64,6 +70,8 @@ def write_kinds(fields: Mapping[str, Any], family: "Family") -> dict[str, Any]:
             table["max_window_layers"] = 0 if has_window else num_layers
         if family.mixes and (len(set(windows)) > 1 or (has_window and family.windows != "after") or family.names_kinds):
             table["layer_types"] = [SLIDING if window else FULL for window in windows]
+    if has_linear(family.table):
+        table["layer_types"] = [LINEAR if kind["is_linear"] else FULL for kind in kinds]
     if family.no_rope_key:
         table[family.no_rope_key] = [int(kind["rope_theta"] > 0) for kind in kinds]
     return table

@@ -6,7 +6,9 @@ A parameter is a whole tensor there, a slice of one, or a stack of several:
 - gpt-oss has one tensor of all experts (experts, in, out), and the outputs of gate and up alternate in it;
 - GPT-2 stores matrices as (in, out), and query, key and value concatenated in `c_attn`;
 - GPT-NeoX stores query, key and value in `query_key_value`, interleaved by head;
-- Phi-3 stores query, key and value concatenated in `qkv_proj`, gate and up in `gate_up_proj`.
+- Phi-3 stores query, key and value concatenated in `qkv_proj`, gate and up in `gate_up_proj`;
+- Qwen3-Next stores query and gate of attention in `q_proj`, interleaved by head, and the inputs of linear layers in two
+  tensors, interleaved by key head.
 """
 
 import math
@@ -19,6 +21,7 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.experts.config import GATE_BIAS
 from terrace.model.params import ParamSpec
+from terrace.model.spec import BlockSpec
 
 # Buffers in files of older releases, masks and frequencies, which follow from config.json.
 DERIVED = re.compile(r"(^|\.)((attn|attention)\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
@@ -29,9 +32,9 @@ class StoredTensor:
     """The location of a parameter in weight files.
 
     It is slice number `part` of the fused tensor `name`, whose slices have `parts` rows; if `parts` is empty, it is the
-    whole tensor. Rows consist of `num_groups` groups, each with all slices in order; with several groups all slices
-    have equally many rows. With `num_stacked`, it is a stack of tensors, with the index in place of "{}" in names.
-    If it `is_stack`, the first dim of the tensor counts the parts of a stack, and the rest holds for each of them.
+    whole tensor. Rows consist of `num_groups` groups, each with its share of all slices in order. With `num_stacked`,
+    it is a stack of tensors, with the index in place of "{}" in names. If it `is_stack`, the first dim of the tensor
+    counts the parts of a stack, and the rest holds for each of them.
     """
 
     name: str
@@ -47,6 +50,11 @@ class StoredTensor:
     @property
     def num_parts(self) -> int:
         return max(1, len(self.parts))
+
+    @property
+    def place_in_group(self) -> tuple[int, int]:
+        """(First row, number of rows) of the slice in each group."""
+        return sum(self.parts[: self.part]) // self.num_groups, self.parts[self.part] // self.num_groups
 
     def nbytes(self, dtype_bytes: int) -> int:
         """Bytes of one of its tensors in files with `dtype_bytes` per element."""
@@ -72,9 +80,10 @@ class Names:
     whole: Mapping[str, str] = field(default_factory=dict)  # parameter -> its full name in a layer
     positions: str = ""
     fused: Mapping[str, int] = field(default_factory=dict)  # projection -> its slice of the fused tensor
-    by_head: bool = False  # slices are interleaved by head
+    by_head: tuple[str, ...] = ()  # fused tensors whose slices are interleaved by head
     by_row: bool = False  # slices of stacks are interleaved by row
     transposed: bool = False
+    beyond: str = "-"  # prefix of tensors that are no part of the decoder
 
 
 _LLAMA = Names(
@@ -137,6 +146,34 @@ _SUNK = {
     "mlp.down.weight": "mlp.experts.down_proj",
     "mlp.down.bias": "mlp.experts.down_proj_bias",
 }
+# Queries and the gate of attention's output are one tensor; a linear layer has other modules in its place.
+_HYBRID = {"attention.query": "self_attn.q_proj", "attention.gate": "self_attn.q_proj"}
+_HYBRID_PARTS = {"attention.query": 0, "attention.gate": 1}
+_BY_HEAD = ("self_attn.q_proj", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
+_CONVOLVED = {f"{name}_conv": part for name, part in _PARTS.items()}
+_LINEAR = {
+    **dict.fromkeys(_CONVOLVED, "linear_attn.conv1d"),
+    "attention.norm": "linear_attn.norm",
+    "attention.output": "linear_attn.out_proj",
+}
+_LINEAR_WHOLE = {"attention.log_decay": "linear_attn.A_log", "attention.decay_bias": "linear_attn.dt_bias"}
+
+
+def _hybrid(names: Names) -> Names:
+    return replace(names, layer={**names.layer, **_HYBRID}, fused=_HYBRID_PARTS, by_head=_BY_HEAD, beyond="mtp.")
+
+
+def _linear(names: Names, entering: Mapping[str, str], fused: Mapping[str, int]) -> Names:
+    names = _hybrid(names)
+    return replace(
+        names,
+        layer={**names.layer, **_LINEAR, **entering},
+        fused={**_CONVOLVED, **fused},
+        whole=_LINEAR_WHOLE,
+    )
+
+
+_QWEN_MOE = _mixture("mlp", _PROJECTIONS, "shared_expert")
 
 NAMES: Mapping[str, Names] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), _LLAMA),
@@ -167,7 +204,7 @@ NAMES: Mapping[str, Names] = {
             "mlp.down": "mlp.dense_4h_to_h",
         },
         fused=_PARTS,
-        by_head=True,
+        by_head=("attention.query_key_value",),
     ),
     "gpt2": Names(
         base="transformer.",
@@ -188,22 +225,50 @@ NAMES: Mapping[str, Names] = {
         transposed=True,
     ),
     "mixtral": _mixture("block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen2_moe": _mixture("mlp", _PROJECTIONS, "shared_expert"),
+    "qwen2_moe": _QWEN_MOE,
+    "qwen3_next": _hybrid(_QWEN_MOE),
+    "qwen3_5_text": _hybrid(_LLAMA),
     "qwen3_moe": _mixture("mlp", _PROJECTIONS),
     "glm4_moe": _SIGMOID,
     "gpt_oss": replace(_LLAMA, whole=_SUNK, fused={"mlp.gate": 0, "mlp.up": 1}, by_row=True),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), replace(_SIGMOID, layer={**_SIGMOID.layer, **_LATENT})),
 }
+# Of layers with the gated delta rule, in families that have some.
+LINEAR_NAMES: Mapping[str, Names] = {
+    "qwen3_next": _linear(
+        _QWEN_MOE,
+        {
+            **dict.fromkeys((*_PARTS, "attention.gate"), "linear_attn.in_proj_qkvz"),
+            **dict.fromkeys(("attention.beta", "attention.decay"), "linear_attn.in_proj_ba"),
+        },
+        {**_PARTS, "attention.gate": 3, "attention.beta": 0, "attention.decay": 1},
+    ),
+    "qwen3_5_text": _linear(
+        _LLAMA,
+        {
+            **dict.fromkeys(_PARTS, "linear_attn.in_proj_qkv"),
+            "attention.gate": "linear_attn.in_proj_z",
+            "attention.beta": "linear_attn.in_proj_b",
+            "attention.decay": "linear_attn.in_proj_a",
+        },
+        _PARTS,
+    ),
+}
 
 
 def sources(config: ModelConfig) -> dict[tuple[str, str], StoredTensor]:
     """(block, parameter) -> its location in the files, in the order of blocks; a tied head is not stored."""
-    names = NAMES[config.family]
     return {
-        (block.name, param.name): _source(config, names, block.name, param)
+        (block.name, param.name): _source(config, _names(config, block.name), block, param)
         for block in block_specs(config)
         for param in block.params
     }
+
+
+def _names(config: ModelConfig, block: str) -> Names:
+    index = block.removeprefix("layers.")
+    is_linear = index.isdigit() and config.of_layer(int(index)).is_linear
+    return (LINEAR_NAMES if is_linear else NAMES)[config.family]
 
 
 def output_name(config: ModelConfig) -> str:
@@ -211,8 +276,8 @@ def output_name(config: ModelConfig) -> str:
     return f"{NAMES[config.family].output}.weight"
 
 
-def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> StoredTensor:
-    param, shape = spec.name, spec.shape
+def _source(config: ModelConfig, names: Names, owner: BlockSpec, spec: ParamSpec) -> StoredTensor:
+    block, param, shape = owner.name, spec.name, spec.shape
     module, _, ending = param.rpartition(".")
     if block == "embedding":
         return StoredTensor(
@@ -229,7 +294,7 @@ def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> S
     if spec.is_stack:
         name = f"{layer}{names.stacked[module]}.{ending}"
         return StoredTensor(name=name, shape=spec.part_shape, num_stacked=shape[0])
-    parts = _parts(config, names, module, shape[0])
+    parts = _parts(names, owner, module, ending)
     # GPT-2 stores Conv1D weights as (in, out); biases have one dim.
     transposed = names.transposed and len(shape) == 2
     stored = (sum(parts) or shape[0], *shape[1:])
@@ -239,8 +304,12 @@ def _source(config: ModelConfig, names: Names, block: str, spec: ParamSpec) -> S
         transposed=transposed,
         part=names.fused.get(module, 0),
         parts=parts,
-        num_groups=config.num_heads if parts and names.by_head else 1,
+        num_groups=_heads(config, names.layer[module]) if parts and names.layer[module] in names.by_head else 1,
     )
+
+
+def _heads(config: ModelConfig, tensor: str) -> int:
+    return config.delta.key_heads if tensor.startswith("linear") else config.num_heads
 
 
 def _whole(names: Names, spec: ParamSpec, name: str) -> StoredTensor:
@@ -260,14 +329,15 @@ def _whole(names: Names, spec: ParamSpec, name: str) -> StoredTensor:
     )
 
 
-def _parts(config: ModelConfig, names: Names, module: str, rows: int) -> tuple[int, ...]:
-    # Rows of query, key and value, or of gate and up, in a fused tensor.
+def _parts(names: Names, owner: BlockSpec, module: str, ending: str) -> tuple[int, ...]:
+    # Rows of the parameters of a block that are slices of one fused tensor, in their order there.
     if module not in names.fused:
         return ()
-    if module not in _PARTS:
-        return (rows, rows)
-    keys = config.num_kv_heads * config.head_dim
-    return (config.num_heads * config.head_dim, keys, keys)
+    together = sorted(
+        (each for each in names.fused if names.layer[each] == names.layer[module]), key=names.fused.__getitem__
+    )
+    rows = {param.name: param.shape[0] for param in owner.params}
+    return tuple(rows[f"{each}.{ending}"] for each in together)
 
 
 def stored_bytes(config: ModelConfig, dtype_bytes: int) -> int:

@@ -3,7 +3,7 @@
 Reading is lazy: opening a folder reads its index and `value` one parameter, so a pipeline rank reads only its own
 layers. Values keep their stored dtype. Writing is deterministic: equal values give folders with equal bytes.
 
-Shape legend: G groups, P parts, d rows of a part in a group.
+Shape legend: G groups.
 """
 
 import json
@@ -189,7 +189,7 @@ class Pretrained:
             )
 
     def _is_spare(self, name: str) -> bool:
-        if DERIVED.search(name):
+        if DERIVED.search(name) or name.startswith(NAMES[self.config.family].beyond):
             return True
         # A multi-token prediction layer is not part of the decoder.
         if "num_nextn_predict_layers" not in FAMILIES[self.config.family].harmless:
@@ -241,8 +241,9 @@ def _taken(stored: Any, source: StoredTensor) -> Tensor:
     tensor = tensor.t() if source.transposed else tensor
     if not source.parts:
         return tensor
-    grouped = tensor.reshape(source.num_groups, len(source.parts), -1, *tensor.shape[1:])  # (G, P, d, ...)
-    return grouped[:, source.part].flatten(0, 1)
+    grouped = tensor.reshape(source.num_groups, -1, *tensor.shape[1:])  # (G, rows of all parts, ...)
+    first, rows = source.place_in_group
+    return grouped[:, first : first + rows].flatten(0, 1)
 
 
 def check_new(folder: Path) -> None:
@@ -370,7 +371,7 @@ def joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
         whole = torch.cat(parts, rows) if source.parts else whole
     elif source.parts:
         grouped = [part.reshape(*part.shape[:rows], source.num_groups, -1, *part.shape[rows + 1 :]) for part in parts]
-        whole = torch.stack(grouped, rows + 1).flatten(rows, rows + 2)
+        whole = torch.cat(grouped, rows + 1).flatten(rows, rows + 1)
     whole = (whole.mT if source.transposed else whole).contiguous()
     # safetensors cannot store a view of a larger tensor.
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()

@@ -8,7 +8,7 @@ If a family stores query, key and value in one fused matrix, their adapters beco
 ranks: A is the concatenation of their A, and B is block diagonal in the row layout of the fused matrix. Alpha grows
 with the rank, so that alpha / rank is unchanged.
 
-Shape legend: G groups, P parts, d rows of a part in a group, r rank.
+Shape legend: G groups, r rank.
 """
 
 import json
@@ -84,10 +84,11 @@ def _joined(parts: Sequence[_Part], value: Value) -> tuple[Tensor, Tensor]:
             begin = sum(own.parts[: own.part])
             whole[begin : begin + len(up), index * rank : (index + 1) * rank] = up
         return down.contiguous(), whole
-    rows = adapters[0][1].shape[0] // source.num_groups  # d
-    whole = torch.zeros(source.num_groups, source.num_parts, rows, len(down))  # (G, P, d, r)
+    whole = torch.zeros(source.num_groups, sum(source.parts) // source.num_groups, len(down))  # (G, rows, r)
     for index, ((_, _, own), (_, up)) in enumerate(zip(parts, adapters, strict=True)):
-        whole[:, own.part, :, index * rank : (index + 1) * rank] = up.view(source.num_groups, rows, rank)
+        first, rows = own.place_in_group
+        part = whole[:, first : first + rows, index * rank : (index + 1) * rank]
+        part.copy_(up.view(source.num_groups, rows, rank))
     return down.contiguous(), whole.view(-1, len(down))
 
 

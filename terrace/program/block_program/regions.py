@@ -26,9 +26,12 @@ from typing import Any
 
 from terrace.model.operations import (
     Activation,
+    Convolution,
     Core,
+    Delta,
     Dim,
     Enter,
+    Gate,
     Join,
     LookUp,
     Loss,
@@ -174,11 +177,11 @@ class _Writer:
             # now.
             yield from self._await_input()
 
-    def core(self, _: Core) -> Iterator[BlockStep]:
+    def core(self, _: Core | Delta) -> Iterator[BlockStep]:
         """The steps of the context axis."""
         yield from self.attention[0]
 
-    def core_backward(self, _: Core) -> Iterator[BlockStep]:
+    def core_backward(self, _: Core | Delta) -> Iterator[BlockStep]:
         yield from self.attention[1]
 
     def nothing(self, _: Operation) -> Iterator[BlockStep]:
@@ -263,8 +266,8 @@ _RULES: Mapping[type[Operation], tuple[_Rule, _Rule]] = {
     Norm: (_Writer.norm, _Writer.norm),
     Enter: (_Writer.enter, _Writer.enter_backward),
     Product: (_Writer.product, _Writer.product_backward),
-    Core: (_Writer.core, _Writer.core_backward),
+    **dict.fromkeys((Core, Delta), (_Writer.core, _Writer.core_backward)),
     Loss: (_Writer.loss, _Writer.head_backward),
     Score: (_Writer.score, _Writer.head_backward),
-    **dict.fromkeys((Rotary, Join, Scale, Activation, Sum), (_Writer.nothing, _Writer.nothing)),
+    **dict.fromkeys((Rotary, Join, Scale, Convolution, Gate, Activation, Sum), (_Writer.nothing, _Writer.nothing)),
 }

@@ -153,7 +153,7 @@ class Replica:
     @property
     def token_bytes(self) -> int:
         """Bytes that a rank caches for a token in all layers: keys and values, or latents."""
-        return sum(block.attends for block in self.blocks) * self._layer_token_bytes
+        return sum(block.operations.core.heads > 0 for block in self.blocks) * self._layer_token_bytes
 
     @property
     def _layer_token_bytes(self) -> int:
@@ -189,7 +189,7 @@ class Replica:
         found_s = self._head_s(running)
         for block, times in self.kinds.items():
             if block.computes is Computes.RESIDUAL:
-                attention_s = self._attention_s(running, tokens, block.operations.core.window)
+                attention_s = self._mixing_s(block.operations, running, tokens)
                 layer_s = self._products_s(block, running) + passes_s + attention_s
                 found_s += times * (max(layer_s, device.kernels.host_layer_s) + self._sums_s(running))
         return found_s
@@ -220,6 +220,12 @@ class Replica:
         flops_s = 2 * running * met / (peak_flops_per_s(device, self.compute) * device.kernels.gemm)
         # Few rows leave tiles mostly empty, which costs nothing while reading weights is the bound.
         return max(stream_s(device, self.item_bytes * read, 0), flops_s) + _PRODUCTS * device.kernels.launch_s
+
+    def _mixing_s(self, layer: Operations, running: int, tokens: float) -> float:
+        """Seconds of attention to `tokens` tokens, or of reading and writing the states of a linear layer in fp32."""
+        if not layer.delta.heads:
+            return self._attention_s(running, tokens, layer.core.window)
+        return memory_s(self.cluster.device, 2 * 4 * running * layer.delta.state_numel / self.rows)
 
     def _attention_s(self, running: int, tokens: float, window: int) -> float:
         device, core = self.cluster.device, self._core

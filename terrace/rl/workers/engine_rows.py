@@ -20,7 +20,7 @@ from terrace.launch.world import World
 from terrace.model.blocks import block_specs
 from terrace.model.config import to_table
 from terrace.model.decoder import build_blocks
-from terrace.model.facts import is_dense
+from terrace.model.facts import has_linear_layers, is_dense
 from terrace.model.init import initial_value
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from terrace.rl.algorithms.aggregation import Aggregation
@@ -70,11 +70,12 @@ def engine_of(
 
 def joins(settings: EngineSettings, device: torch.device) -> bool:
     """Whether sequences are joined with shared prefixes: on a CPU, for dense models, without pipeline, tensor and
-    context axes, whose messages need a fixed size.
+    context axes, whose messages need a fixed size, and without linear layers, whose state has no branches.
     """
     mesh = Mesh.of(settings.cluster, settings.plan)
     parts_rows = any(mesh.total(axis) > 1 for axis in (*PIPELINE, *TENSOR, *CONTEXT))
-    return device.type == "cpu" and is_dense(settings.model) and not parts_rows
+    branches = is_dense(settings.model) and not has_linear_layers(settings.model)
+    return device.type == "cpu" and branches and not parts_rows
 
 
 def _initial(settings: EngineSettings) -> InitialValue:

@@ -31,9 +31,12 @@ from terrace.model.lora.config import adapter_names
 from terrace.model.lora.modules import LoraLinear
 from terrace.model.operations import (
     Activation,
+    Convolution,
     Core,
+    Delta,
     Dim,
     Enter,
+    Gate,
     Join,
     LookUp,
     Loss,
@@ -254,8 +257,26 @@ class _Cutter:
                 f"columns = {self._axis.columns.degree} have the same heads, whose sinks would count several times: "
                 "layers with attention sinks are cut by rows alone"
             )
-        path, _, own = operation.sinks.rpartition(".")
-        setattr(self._block.get_submodule(path), own, self._take(operation.sinks))
+        self._put_own(operation.sinks)
+
+    def convolution(self, operation: Convolution) -> None:
+        """Keep the module, with the features that this rank holds, and those that it works on."""
+        module: Any = self._block.get_submodule(operation.weight)
+        module.weight, module.used = self._take(f"{operation.weight}.weight"), self._used(operation.source.features)
+
+    def delta(self, operation: Delta) -> None:
+        """Keep the module, with the decays of this rank's heads. Raises `ModelError` under columns."""
+        if self._axis.columns.degree > 1:
+            raise ModelError(
+                f"columns = {self._axis.columns.degree} have the same heads, whose decays and convolutions would count "
+                "several times: layers with the gated delta rule are cut by rows alone"
+            )
+        self._put_own(operation.log_decay)
+        self._put_own(operation.decay_bias)
+
+    def _put_own(self, name: str) -> None:
+        path, _, own = name.rpartition(".")
+        setattr(self._block.get_submodule(path), own, self._take(name))
 
     def nothing(self, operation: Operation) -> None:
         """Keep the module: it has no parameters, and runs on a part of its operands as on the whole."""
@@ -303,5 +324,7 @@ _RULES: Mapping[type[Operation], Callable[[_Cutter, Any], None]] = {
     Loss: _Cutter.loss,
     Score: _Cutter.score,
     Core: _Cutter.core,
-    **dict.fromkeys((Rotary, Join, Scale, Activation, Sum), _Cutter.nothing),
+    Convolution: _Cutter.convolution,
+    Delta: _Cutter.delta,
+    **dict.fromkeys((Rotary, Join, Scale, Gate, Activation, Sum), _Cutter.nothing),
 }

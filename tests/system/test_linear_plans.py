@@ -1,0 +1,50 @@
+"""Linear layers, and attention with a gate beside them, under plans: the numbers of one process."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from terrace.launch.start import LocalPool
+from tests.support.nightly import nightly
+from tests.support.parity import Case, check, exact
+from tests.support.toys import Rows, cluster_of
+
+pytestmark = pytest.mark.timeout(360)
+
+# Two key heads for four heads of values; more of both; six layers; experts.
+LINEAR, WIDE, DEEP, EXPERTS = "linear", "wide linear", "deep linear", "linear experts"
+
+
+def case(model: str, ranks: int, mapping: dict[str, Any], name: str = "ddp", **changes: object) -> Case:
+    plan = exact(name, cluster_of(ranks), mapping={"package": mapping}, **changes)
+    return Case(plan, num_micros=2, model=model)
+
+
+def test_two_ranks_equal_one_process(pool: LocalPool) -> None:
+    """Rows with and without sequence parallelism, stages, shards, recomputation, experts."""
+    cases = [
+        case(LINEAR, 2, {"tensor": 2}, recompute=("block.*: attention",)),
+        case(WIDE, 2, {"tensor": 2}, sequence_parallel=False),
+        case(DEEP, 2, {"pipeline": 2}, schedule="zbv"),
+        case(LINEAR, 2, {"data": 2}, "zero3", recompute=("block.*",)),
+        case(EXPERTS, 2, {"data": 2}, "zero1", experts={"package": {"expert": 2}}),
+    ]
+    check(pool, cluster_of(2), cases)
+
+
+def test_a_state_ends_with_its_document(pool: LocalPool) -> None:
+    packed = Rows(12, ((5, 1, 6), (12,), (7, 5), (4, 8)))
+    check(pool, cluster_of(2), [replace(case(LINEAR, 2, {"data": 2}, "zero3"), rows=packed)])
+
+
+@pytest.mark.parametrize("splits", nightly(True, False))
+def test_axes_together_equal_one_process(pool: LocalPool, splits: bool) -> None:
+    cases = [
+        case(LINEAR, 4, {"tensor": 4}, sequence_parallel=splits),
+        case(WIDE, 4, {"tensor": 2, "data": 2}, "zero3", sequence_parallel=splits),
+        case(DEEP, 4, {"pipeline": 2, "data": 2}, "zero1"),
+        case(DEEP, 4, {"pipeline": 2, "tensor": 2}, schedule="zb-h1", sequence_parallel=splits),
+        case(EXPERTS, 4, {"tensor": 2, "data": 2}, experts={"package": {"expert": 4}}, sequence_parallel=splits),
+    ]
+    check(pool, cluster_of(4), cases)
