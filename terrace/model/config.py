@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.hashing import hashed_once
-from terrace.model.delta import DeltaSizes
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.delta import KEYS as DELTA_KEYS
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS, CLAMPED
 from terrace.model.hf.latent import KEYS as LATENT_KEYS
-from terrace.model.kinds import LayerKind, Scales, check_kinds, with_scaling
+from terrace.model.kinds import DeltaSizes, LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.latent import Latent
 from terrace.model.rope_scaling import RopeScaling
 from terrace.model.sizes import check_sizes

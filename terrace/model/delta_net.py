@@ -28,7 +28,10 @@ from terrace.model.layers import RMSNorm
 class Runs(Protocol):
     """How the tokens of a micro-batch are cut into runs, and what is before each of them."""
 
-    states: States | None
+    @property
+    def states(self) -> States | None:
+        """What passes states between runs; None: nothing is before them."""
+        ...
 
     def cut(self, x: Tensor) -> Tensor:
         """x (B, S, ...) as runs (R, L, ...)."""
@@ -38,7 +41,11 @@ class Runs(Protocol):
         """Where documents begin in runs, bool (R, L), from positions (B, S); None: nowhere but at rows."""
         ...
 
-    def halo(self, tails: Tensor, begins: Tensor | None) -> Tensor:
+    def ages(self, positions: Tensor | None, begins: Tensor | None) -> Tensor | None:
+        """Tokens of the same document before each token, int8 (R, L), from `begins`; None: runs are one document."""
+        ...
+
+    def halo(self, tails: Tensor) -> Tensor:
         """Inputs (R, h, F) of the convolutions before each run, h <= P - 1, from the last `tails` of each run."""
         ...
 
@@ -54,7 +61,10 @@ class Rows:
     def begins(self, positions: Tensor | None) -> Tensor | None:
         return None if positions is None else document_begins(positions)
 
-    def halo(self, tails: Tensor, begins: Tensor | None) -> Tensor:
+    def ages(self, positions: Tensor | None, begins: Tensor | None) -> Tensor | None:
+        return None if begins is None else _ages(begins)
+
+    def halo(self, tails: Tensor) -> Tensor:
         return tails.new_empty(tails.shape[0], 0, tails.shape[2])
 
 
@@ -119,8 +129,8 @@ class GatedDeltaNet(nn.Module):
     def _mixed(self, entering: Sequence[Tensor], decay: Tensor, beta: Tensor, positions: Tensor | None) -> Tensor:
         runs = self.runs
         begins, cut = runs.begins(positions), [runs.cut(each) for each in entering]
-        halo = runs.halo(_tails(cut, self._before), begins)
-        query, key, value = self._convolved(cut, halo, None if begins is None else _ages(begins))
+        halo = runs.halo(_tails(cut, self._before))
+        query, key, value = self._convolved(cut, halo, runs.ages(positions, begins))
         given = (query, key, value, runs.cut(decay), runs.cut(beta), self.log_decay, self.decay_bias)
         return gated_delta_rule(given, begins, runs.states)
 

@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from terrace.model.delta import CHUNK
+from terrace.model.operations import CHUNK
 
 _EPS = 1e-6  # of the norm of queries and keys, as in the released models
 
@@ -127,8 +127,9 @@ def prepared(inputs: Sequence[Tensor], begins: Tensor | None) -> Chunks:
     seen = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
     start, end, whole = total.exp(), (total[..., -1:] - total).exp(), total[..., -1:].exp()
     if begins is not None:
-        numbers = _cut(begins.to(torch.int32).cumsum(1, dtype=torch.int32)[..., None, None], 1, size).squeeze(-1)
-        first = numbers[..., :1] - _cut(begins[..., None, None], 1, size).squeeze(-1)[..., :1].int()
+        marks = F.pad(begins.to(torch.int32), (0, -begins.shape[1] % size))
+        numbers = _cut(marks.cumsum(1, dtype=torch.int32)[..., None, None], 1, size).squeeze(-1)
+        first = numbers[..., :1] - _cut(marks[..., None, None], 1, size).squeeze(-1)[..., :1]
         seen = seen & (numbers.unsqueeze(-1) == numbers.unsqueeze(-2))
         start, end = start * (numbers == first), end * (numbers == numbers[..., -1:])
         whole = whole * (numbers[..., -1:] == first)

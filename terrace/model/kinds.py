@@ -1,8 +1,8 @@
-"""Kinds of layers (window, RoPE, linear attention), and constants that scale or cap values. Needs no torch."""
+"""Kinds of layers (window, RoPE, the gated delta rule), and constants that scale or cap values. Needs no torch."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from terrace.base.errors import ModelError
@@ -20,6 +20,32 @@ class LayerKind:
     sliding_window: int = 0
     rope_theta: float = 0.0  # 0: no RoPE
     rope_scaling: RopeScaling | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaSizes:
+    """Heads of the layers with the gated delta rule (Gated DeltaNet, 2412.06464); 0 key heads: no layer has it.
+
+    A key head serves `value_heads` / `key_heads` consecutive value heads, as in grouped attention. Each value head has
+    a state of `key_dim` x `value_dim` numbers, whatever the length of the sequence.
+    """
+
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    taps: int = 0  # tokens that the short convolution of queries, keys and values reads: itself and those before it
+
+    def check(self, names: Mapping[str, str]) -> None:
+        """Raise `ModelError` for invalid sizes. `names` maps fields to the keys of the file, for messages."""
+        for field, size in asdict(self).items():
+            if not 1 <= size <= LARGEST_SIZE:
+                raise ModelError(f"{names[field]} = {size} must be at least 1 and at most {LARGEST_SIZE}")
+        if self.value_heads % self.key_heads:
+            raise ModelError(
+                f"{names['value_heads']} = {self.value_heads} is not a multiple of {names['key_heads']} = "
+                f"{self.key_heads}: change one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

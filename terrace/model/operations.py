@@ -20,9 +20,10 @@ from functools import cached_property
 from typing import Literal, NamedTuple, TypeVar
 
 from terrace.base.hashing import hashed_once
-from terrace.model.delta import CHUNK
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.rope_scaling import RopeScaling
+
+CHUNK = 64  # tokens of a chunk of the gated delta rule (2412.06464, section 3.3); shorter runs are one chunk
 
 INPUT, OUTPUT = "input", "output"  # names of a block's input and output tensors
 

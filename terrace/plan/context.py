@@ -153,12 +153,12 @@ class Heads:
 
 
 def attention_heads(block: "BlockSpec", rows: int) -> Heads | None:
-    """Heads of a block on each of `rows` tensor rows, None if the block declares none.
+    """Heads of a block on each of `rows` tensor rows, None if the block declares none, or is linear.
 
     With more rows than key-value heads each row uses one of them (terrace.plan.slices).
     """
     queries, keys = _declared(block, "heads"), _declared(block, "kv_heads")
-    if queries is None:
+    if queries is None or block.operations.delta.heads:
         return None
     # Without `kv_heads` attention is multi-head: as many keys as queries.
     num_keys = queries[0] if keys is None else keys[0]

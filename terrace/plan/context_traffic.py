@@ -30,6 +30,14 @@ Zhao, 2405.07719, table 2, which omits the factors (N-1)/N):
     ring       4 b L d (N-1)/N for keys, values and their gradients, plus 2 b L d (N-1)/N for keys in the backward,
                which the table omits. Grouped-query attention divides the ring's bytes by N/K
 
+A linear layer (terrace.runtime.context.states) has a scan over the tiers in place of the ring. On tier t, with r_t ring
+ranks or units, every rank sends to r_t - 1 others, forward and backward, for its two chunks of each of b rows
+
+    halo       2 b (P - 1) F                 in the compute dtype: the last inputs of convolutions with P taps, F
+    features state      2 b N K (K + V)               in fp32 at least: the maps of N heads
+
+whatever the length of a row.
+
 Under `balance = "cost"` bytes depend on the batch, so there is no formula:
 terrace.sequence.traffic counts them for one batch.
 """
@@ -40,13 +48,23 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
+from terrace.model.operations import Delta, Dim
 from terrace.model.spec import BlockSpec
-from terrace.plan.context import Heads, attention_heads, attention_tokens, is_context_parallel, local_tokens
+from terrace.plan.context import (
+    CHUNKS_PER_RING_RANK,
+    Heads,
+    attention_heads,
+    attention_tokens,
+    is_context_parallel,
+    local_tokens,
+)
+from terrace.plan.dims import rank_numel
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
 from terrace.plan.wire import FORMATS, MessageClass, WireFormat
 
+SCANNED = ContextLeg.HALO, ContextLeg.STATE  # between all ranks or units that a tier joins
 _DEALT = ContextLeg.INTO, ContextLeg.BACK  # all-to-all among Ulysses ranks; the other legs go to one rank
 
 
@@ -91,6 +109,8 @@ class AttentionBytes:
     outputs: int
     keys: int
     formats: tuple[Sizes, ...] = ()
+    halo: int = 0  # of a linear layer, to each of the other ranks that a tier joins
+    state: int = 0
 
     def on(self, tier: int) -> Sizes:
         """Sizes in a tier's format."""
@@ -108,6 +128,9 @@ class AttentionBytes:
     def sends(self, message: ContextMessage) -> tuple[tuple[int, int], ...]:
         """(Tier index, bytes that a rank sends over it) of a message, innermost tier first."""
         # Ring messages go to one rank, the others to every other Ulysses rank.
+        if message.leg in SCANNED:
+            size = self.halo if message.leg is ContextLeg.HALO else self.state
+            return ((message.tier, (self.ring[message.tier] - 1) * size),)
         if message.leg not in _DEALT:
             return ((message.tier, self.on(message.tier).keys),)
         return tuple([(tier, peers * self._dealt(message, self.on(tier))) for tier, peers in _peers(self.ulysses)])
@@ -154,6 +177,10 @@ class ContextTraffic:
         heads = attention_heads(block, self.mesh.total("rows")) if self.has_formula else None
         if self.has_formula and self.sequence < 1:
             raise no_sequence("context")
+        if self.has_formula and (delta := block.operations.delta).heads:
+            return scan_bytes(
+                delta, self.mesh.group("ring"), self.mesh.total("rows"), self.plan.micro_batch, self.plan.compute
+            )
         return NO_ATTENTION if heads is None else self._attention(heads)
 
     def _attention(self, heads: Heads) -> AttentionBytes:
@@ -173,6 +200,22 @@ class ContextTraffic:
             keys=attended * keys,
             formats=sizes_by_tier(wires, self.plan.compute, held=held, attended=attended, **numels),
         )
+
+
+def scan_bytes(delta: Delta, ring: tuple[int, ...], rows: int, micro_batch: int, compute: str) -> AttentionBytes:
+    """Message bytes of a linear layer on one of `rows` tensor rows, with `ring` degrees by tier."""
+    item, runs = FORMATS[compute].element_bytes, CHUNKS_PER_RING_RANK * micro_batch
+    features = sum(rank_numel(each.features, {"rows": rows}) for each in delta.reads[:3])
+    maps = rank_numel(Dim("heads", delta.heads), {"rows": rows}) * delta.key_dim * (delta.key_dim + delta.value_dim)
+    return AttentionBytes(
+        ulysses=(),
+        ring=ring,
+        inputs=0,
+        outputs=0,
+        keys=0,
+        halo=runs * (delta.taps - 1) * features * item,
+        state=runs * maps * max(4, item),
+    )
 
 
 def same_bytes(message: ContextMessage) -> ContextMessage:

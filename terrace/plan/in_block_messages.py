@@ -65,13 +65,15 @@ class ContextLeg(StrEnum):
     KEYS = "keys"  # keys and values of a round, to the ring rank that uses them next
     GRADIENTS = "gradients"  # of a round's keys and values, one round after those
     RETURN_GRADIENTS = "home"  # gradients of the last round's keys and values, to the ring rank that owns them
+    HALO = "tokens before"  # the last inputs of a linear layer's convolutions, between the ranks of a tier
+    STATE = "state"  # maps of a linear layer's states, between the ranks of a tier
     BACK = "back"  # attention's outputs, to the ranks that hold the tokens
 
     __hash__ = str.__hash__  # fast: a search looks messages up by the thousand
 
 
 class ContextMessage(NamedTuple):
-    """A message of a layer's attention; `tier` is the one that a ring step crosses."""
+    """A message of a layer's attention, or of a linear layer; `tier` is the one that a ring step or a scan crosses."""
 
     leg: ContextLeg
     tier: int = -1

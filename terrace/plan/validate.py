@@ -11,7 +11,7 @@ from terrace.plan.as_software import check_software
 from terrace.plan.boundaries import leaving
 from terrace.plan.chunk_rules import check_tensor_chunks
 from terrace.plan.context import attention_heads, is_context_parallel, num_ring_ranks
-from terrace.plan.context_rules import why_whole
+from terrace.plan.context_rules import check_linear, why_whole
 from terrace.plan.keep_rules import check_keep
 from terrace.plan.layout import DEVICE, Layout
 from terrace.plan.mapping_rules import check_table
@@ -165,6 +165,7 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
     if why := why_whole(blocks, balance=plan.balance):
         raise PlanError(f"this model cannot be spread over context ranks: {why}; give the tier to another axis")
     ulysses, rows = mesh.total("ulysses"), mesh.total("rows")
+    check_linear(blocks, 0, mesh.total("ring"), ulysses)
     found = {block.name: attention_heads(block, rows) for block in blocks}
     # Attention is split by declared heads.
     if not any(found.values()):

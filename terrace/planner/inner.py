@@ -15,9 +15,9 @@ from terrace.plan.plan import FUSED, Plan
 from terrace.plan.tensor_traffic import TensorTraffic
 from terrace.plan.wire import MessageClass, parse_format
 from terrace.planner.task import Task, with_tensor_chunks
-from terrace.program.block_program.attention import attention_moments
+from terrace.program.block_program.attention import attention_moments, steps_of
 from terrace.program.block_program.regions import tensor_steps
-from terrace.program.block_program.steps import Compute, InBlockMessage, Moment, moments_of
+from terrace.program.block_program.steps import Compute, InBlockMessage, Moment, messages_of, moments_of
 from terrace.simulate.inside import (
     NO_ROUNDS,
     InBlockPrices,
@@ -80,6 +80,9 @@ class Inner:
         if found is None:
             cluster = self.task.cluster
             work = work_in(work, spec, self.task.backend)
+            if spec.operations.delta.heads:
+                found = self._contexts[key] = self._scanned(work, degrees)
+                return found
             messages, passes = self._counted(degrees)
             prices = InBlockPrices(cluster, None, attention_bytes(work, *degrees, self._context_wires), self._sends)
             seconds = [prices.seconds(message) for message in messages]
@@ -91,6 +94,14 @@ class Inner:
             )
             found = self._contexts[key] = (forward_s, backward_s, forward_s)
         return found
+
+    def _scanned(self, work: Work, degrees: tuple[tuple[int, ...], ...]) -> PassSeconds:
+        """Seconds of a linear layer's messages, which nothing hides."""
+        ulysses, ring = degrees
+        sent = attention_bytes(work, ulysses, ring)
+        prices = InBlockPrices(self.task.cluster, None, sent, self._sends)
+        forward_s, backward_s = (sum(map(prices.seconds, messages_of(steps))) for steps in steps_of(sent))
+        return forward_s, backward_s, forward_s
 
     def _counted(self, degrees: tuple[tuple[int, ...], ...]) -> tuple[list[InBlockMessage], list[list[_Counted]]]:
         """Distinct messages of context ranks, and how often a forward and a backward send each, whatever their

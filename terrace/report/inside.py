@@ -6,7 +6,7 @@ from itertools import groupby
 from terrace.base.words import quantity, seconds
 from terrace.plan.context_traffic import NO_ATTENTION, AttentionBytes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage, TensorMessage
-from terrace.program.block_program.attention import attention_steps
+from terrace.program.block_program.attention import steps_of
 from terrace.program.block_program.steps import Compute, Send, Steps, moments_of
 from terrace.program.instruction import Op
 from terrace.program.program import Program
@@ -77,7 +77,7 @@ def attention_table(program: Program) -> Table:
             alike.setdefault((program.model.recomputes(index), attention), []).append(block.name)
     for (twice, attention), names in alike.items():
         name = names[0] if len(names) == 1 else f"{names[0]} (x {len(names)})"
-        forward, backward = attention_steps(attention.parts, attention.ring)
+        forward, backward = steps_of(attention)
         table.add_section()
         _add_moments(table, program, (name, Op.FORWARD), forward, attention)
         # A recomputing backward repeats the forward's messages; listing them again would double the table.

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from terrace.cluster.cluster import Cluster
-from terrace.plan.context_traffic import NO_ATTENTION, AttentionBytes, sizes_by_tier
+from terrace.plan.context_traffic import NO_ATTENTION, AttentionBytes, scan_bytes, sizes_by_tier
 from terrace.plan.expert_traffic import NO_TRAFFIC, ExpertTraffic
 from terrace.plan.hops import hops_coding_bytes
 from terrace.plan.in_block_messages import Leg, RoutedMessage, TensorMessage
@@ -217,6 +217,8 @@ def attention_bytes(
 
     `wires` are the formats by tier, by default the compute dtype on all tiers.
     """
+    if work.layer.delta.heads:
+        return scan_bytes(work.layer.delta, tuple(ring), work.rows, work.micro_batch, work.compute)
     head_bytes = work.layer.core.head_dim * FORMATS[work.compute].element_bytes
     queries, keys = head_bytes * work.attended_heads, head_bytes * 2 * work.attended_kv_heads
     return AttentionBytes(

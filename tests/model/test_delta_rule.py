@@ -77,16 +77,16 @@ class Before:
 
 def test_a_run_maps_the_state_before_it() -> None:
     """S' = M S + B, and the gradient comes back by M^T G + H: the same for two states, by finite maps."""
-    given = inputs()
+    given, begins = inputs(), documents()
     state, grad = torch.randn(2, *ZERO.shape, dtype=torch.float64, generator=seeded(3))
     there = Before(state, grad)
-    found = gated_delta_rule(given, states=there)
+    found = gated_delta_rule(given, begins, there)
     weights = torch.randn(found.shape, dtype=torch.float64, generator=seeded(2))
     own = torch.autograd.grad((found * weights).sum(), given)
     (forward, backward), size = there.maps, KEY
     # The same by autograd through the recurrence, from this state, with this gradient of the state after it.
     state = state.clone().requires_grad_()
-    outputs, last = token_by_token(given, NOWHERE, state)
+    outputs, last = token_by_token(given, begins, state)
     torch.testing.assert_close(last, forward[..., :size] @ state + forward[..., size:], atol=1e-12, rtol=0)
     loss = (outputs * weights).sum()
     (of_state,) = torch.autograd.grad(loss, state, retain_graph=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from terrace.model.blocks import block_specs
 from terrace.model.decoder import build_blocks, token_loss
@@ -17,6 +17,14 @@ from tests.support.nightly import nightly
 
 ROWS = ("smollm3", "granite", "olmo2", "phi3, longrope, short", "gemma2", "gemma3_text", "gpt_oss, 20b")
 LINEAR = ("qwen3_next", "qwen3_next, odd sizes", "qwen3_5_text, grouped by three")
+
+
+def of_each_expert(key: str, grad: Tensor) -> dict[str, Tensor]:
+    """The gradient of a stack of `transformers` (E, out, in) by the names of files, gate and up apart."""
+    base, _, own = key.rpartition(".")
+    names = ("gate_proj", "up_proj") if own == "gate_up_proj" else (own,)
+    parts = zip(names, grad.chunk(len(names), 1), strict=True)
+    return {f"{base}.{index}.{name}.weight": each.clone() for name, part in parts for index, each in enumerate(part)}
 
 
 @pytest.mark.parametrize("name", [*ROWS, "gpt_oss, odd sizes", *LINEAR, *nightly("gpt_oss, 120b")])
@@ -35,6 +43,9 @@ def test_loss_and_gradients_are_those_of_transformers(name: str, tmp_path: Path)
     stored = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
     found = {key: value.grad for key, value in theirs.named_parameters() if key in stored}
     kept = {key: value for key, value in found.items() if value is not None}
+    for key, value in theirs.named_parameters():
+        if key not in stored and value.grad is not None and ".experts." in key:
+            kept |= of_each_expert(key, value.grad)
     safetensors.torch.save_file(kept, tmp_path / "gradients" / "model.safetensors")
 
     weights, gradients = Pretrained(tmp_path / "weights"), Pretrained(tmp_path / "gradients")

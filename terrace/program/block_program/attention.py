@@ -11,6 +11,11 @@
 Deferred weight gradients run during `into` and `return_gradients` of a backward, unless they have already run. Under a
 tensor axis they have, so these messages are not counted as hidden.
 
+A linear layer passes a state instead, in a scan over the tiers that nothing hides:
+
+    forward    the tokens before its runs, then maps of states, each over one tier after the other, innermost first
+    backward   maps of gradients, then gradients of these tokens
+
 Each ring step crosses the outermost tier that is due (terrace.sequence.segments).
 """
 
@@ -19,9 +24,27 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
+from terrace.plan.context_traffic import SCANNED, AttentionBytes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Await, BlockStep, Compute, ComputeKind, Moment, Send, Steps
+
+
+def steps_of(sent: AttentionBytes) -> tuple[Steps, Steps]:
+    """(Forward steps, backward steps) of a layer's attention, or of a linear layer, with these messages."""
+    return _scan_steps(sent.ring) if sent.state else attention_steps(sent.parts, sent.ring)
+
+
+@lru_cache(maxsize=4096)
+def _scan_steps(ring: tuple[int, ...]) -> tuple[Steps, Steps]:
+    tiers = [tier for tier, degree in enumerate(ring) if degree > 1]
+    passes = []
+    for backward in (False, True):
+        sends = [Send((ContextMessage(leg, tier, backward),)) for leg in SCANNED for tier in tiers]
+        if backward:
+            sends = sends[len(tiers) :] + sends[: len(tiers)]
+        passes.append(tuple(step for send in sends for step in (send, Await(send))))
+    return passes[0], passes[1]
 
 
 @lru_cache(maxsize=4096)

@@ -6,7 +6,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
 from terrace.plan.tables import TableTraffic
 from terrace.plan.tensor_traffic import TensorTraffic, choice_messages
-from terrace.program.block_program.attention import attention_steps
+from terrace.program.block_program.attention import steps_of
 from terrace.program.block_program.look_up import look_up_steps
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.routed import routed_steps
@@ -40,5 +40,4 @@ def block_program(
 
 def attention_of(context: ContextTraffic, block: BlockSpec) -> tuple[Steps, Steps]:
     """(Forward steps, backward steps) of a block's attention; empty if there are none or if the batch decides."""
-    bytes_of = context.attention(block)
-    return attention_steps(bytes_of.parts, bytes_of.ring)
+    return steps_of(context.attention(block))

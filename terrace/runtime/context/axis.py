@@ -10,16 +10,21 @@ from terrace.base.errors import ModelError, PlanError
 from terrace.model import decoder
 from terrace.model.attention import NO_SINKS, PlannedAttention, Plans
 from terrace.model.attention_plans import AttentionPlans
+from terrace.model.delta_net import ROWS, GatedDeltaNet
 from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock
 from terrace.plan.context import attention_heads, local_tokens
-from terrace.plan.context_rules import windows_of
+from terrace.plan.context_rules import check_linear, windows_of
+from terrace.plan.in_block_messages import ContextMessage
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import MessageClass
+from terrace.program.block_program.attention import steps_of
+from terrace.program.block_program.steps import messages_of
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
 from terrace.runtime.context.attention import attend
 from terrace.runtime.context.device_layout import DeviceLayout
 from terrace.runtime.context.peer_exchange import PeerComm
+from terrace.runtime.context.states import RingRuns
 from terrace.runtime.in_block import InBlockAxis
 from terrace.sequence.static import static_token_layouts
 from terrace.sequence.token_layout import TokenLayout
@@ -46,6 +51,13 @@ class ContextAxis(InBlockAxis):
         self._declared: dict[tuple[MessageClass, str], int] = defaultdict(int)
         self._layouts: list[DeviceLayout] = []
         self._micro = 0  # index of the current micro-batch in `_layouts`
+        self._linear = [module for block in blocks for module in block.modules() if isinstance(module, GatedDeltaNet)]
+        if self._linear:
+            ring, ulysses = program.mesh.group("ring"), program.mesh.total("ulysses")
+            check_linear(program.blocks, program.model.sequence, program.mesh.total("ring"), ulysses)
+            runs = RingRuns(comm, ring, program.plan.micro_batch)
+            for module in self._linear:
+                module.runs = runs
         # Kept to restore the blocks on `remove`.
         self._replaced: list[tuple[PlannedAttention, Plans]] = [(attention, attention.plans) for attention in modules]
         layers = [_OfWindow(self, index) for index in range(len(windows))]
@@ -63,6 +75,8 @@ class ContextAxis(InBlockAxis):
         """Restore the blocks' own mask planners."""
         for attention, plans in self._replaced:
             attention.plans = plans
+        for module in self._linear:
+            module.runs = ROWS
 
     def take(self, batches: Sequence[Batch], *, trains: bool = True) -> list[Batch]:
         """This rank's part of the micro-batches of a training step or an evaluation. Splits whole micro-batches.
@@ -85,6 +99,8 @@ class ContextAxis(InBlockAxis):
         again = recomputed(program.plan, program.blocks)
         wires = [program.plan.wire_format(MessageClass.CONTEXT, tier) for tier in program.layout.tiers]
         for block in program.stage.own:
+            if program.blocks[block].operations.delta.heads:
+                self._declare_scan(block, (2 if block in again else 1) if trains else 1, trains)
             heads = attention_heads(program.blocks[block], program.mesh.total("rows"))
             if heads is None:
                 continue
@@ -94,6 +110,14 @@ class ContextAxis(InBlockAxis):
                 num_bytes = forward * (2 if block in again else 1) + backward if trains else forward
                 if num_bytes:
                     self._declared[MessageClass.CONTEXT, tier] += num_bytes
+
+    def _declare_scan(self, block: int, forwards: int, trains: bool) -> None:
+        sent = self._program.model.context.attention(self._program.blocks[block])
+        for steps, times in zip(steps_of(sent), (forwards, int(trains)), strict=True):
+            for message in messages_of(steps):
+                assert isinstance(message, ContextMessage), "a scan has no other messages"
+                for tier, num_bytes in sent.sends(message):
+                    self._declared[MessageClass.CONTEXT, self._program.layout.tiers[tier]] += times * num_bytes
 
     def _localised(self, batch: Batch) -> tuple[Batch, TokenLayout]:
         """The local tokens of a micro-batch, and its token layout."""
@@ -140,7 +164,7 @@ def check_declared(blocks: Mapping[str, nn.Module]) -> None:
     """Raise `ModelError` for a block that does not declare how it mixes tokens."""
     for name, block in blocks.items():
         alone = isinstance(block, ALONE)
-        if not alone and not any(isinstance(module, PlannedAttention) for module in block.modules()):
+        if not alone and not any(isinstance(module, PlannedAttention | GatedDeltaNet) for module in block.modules()):
             raise ModelError(
                 f"block {name!r} is a {type(block).__name__}, whose attention is not declared, and a context axis "
                 "spreads tokens that attend to one another over ranks: build it with terrace.model.layers.Attention, "
