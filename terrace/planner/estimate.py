@@ -70,9 +70,13 @@ class Estimator:
         self._flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
         self._flash &= task.cluster.device.software.kernels.flash
         # Whether a rank's compute depends only on its tokens, not on the context form: false for products that
-        # materialise scores, whose tiles depend on their shapes.
+        # materialise scores, whose tiles depend on their shapes, and for scans of linear layers, by runs.
         one = Work(layer=task.layer, sequence=task.sequence, flash=self._flash, compute=task.compute)
-        self.computes_by_tokens = all(work_in(one, spec, task.backend).flash for spec in self.specs if spec.attends)
+        self.computes_by_tokens = all(
+            work_in(one, spec, task.backend).flash and not spec.operations.delta.heads
+            for spec in self.specs
+            if spec.attends
+        )
         self._works: dict[tuple[object, ...], Work] = {}
         self._blocks: dict[tuple[object, ...], Seconds] = {}
         self._tensors: dict[tuple[object, ...], PassSeconds] = {}

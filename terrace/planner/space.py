@@ -26,7 +26,7 @@ from typing import NamedTuple
 from terrace.cluster.software import Software
 from terrace.plan.as_software import axes_of, sharing
 from terrace.plan.context import CHUNKS_PER_RING_RANK, Heads
-from terrace.plan.context_rules import why_whole
+from terrace.plan.context_rules import why_no_scan, why_whole
 from terrace.plan.dims import cut_sizes
 from terrace.plan.layout import DEVICE
 from terrace.plan.mesh import Mesh
@@ -135,13 +135,18 @@ def divided_groups(space: Space, group: Group) -> list[Group]:
 def forms_of(space: Space, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """Possible Ulysses degrees per tier; the remaining context ranks form a ring.
 
-    The Ulysses degree divides the heads of a tensor rank, and divides or is a multiple of its key-value heads.
+    The Ulysses degree divides the heads of a tensor rank, and divides or is a multiple of its key-value heads. Linear
+    layers pass their states on a ring alone.
     """
-    return _forms(
-        mesh.group("context"),
-        space.task.sequence,
-        space.task.heads(mesh.total("rows")),
-        space.form_ranges,
+    task, degrees = space.task, mesh.group("context")
+    found = _forms(degrees, task.sequence, task.heads(mesh.total("rows")), space.form_ranges)
+    total, has_scan = math.prod(degrees), any(spec.operations.delta.heads for spec in task.kinds.specs)
+    if not has_scan:
+        return found
+    return tuple(
+        forms
+        for forms in found
+        if not why_no_scan(task.kinds.specs, task.sequence, total // math.prod(forms), math.prod(forms))
     )
 
 

@@ -22,6 +22,10 @@ _WORDS = {
     (ContextLeg.KEYS, Op.FORWARD): "next round's keys and values",
     (ContextLeg.KEYS, Op.BACKWARD): "next round's keys and values",
     (ContextLeg.GRADIENTS, Op.BACKWARD): "gradients of the round before's",
+    (ContextLeg.HALO, Op.FORWARD): "tokens before each chunk",
+    (ContextLeg.HALO, Op.BACKWARD): "gradients of these tokens",
+    (ContextLeg.STATE, Op.FORWARD): "maps of states",
+    (ContextLeg.STATE, Op.BACKWARD): "maps of their gradients",
     (ContextLeg.RETURN_GRADIENTS, Op.BACKWARD): "gradients of the last round's",
 }
 

@@ -4,10 +4,19 @@ from dataclasses import replace
 
 import pytest
 
+from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
+from terrace.plan.context_rules import why_no_scan, why_whole
+from terrace.plan.context_traffic import ContextTraffic
+from terrace.plan.in_block_messages import ContextMessage
+from terrace.plan.mesh import Mesh
+from terrace.program.block_program.attention import steps_of
+from terrace.program.block_program.steps import messages_of
 from tests.simulate import test_activations
 from tests.support.activations import MODELS
 from tests.support.nightly import nightly
+from tests.support.parity import exact
+from tests.support.toys import cluster_of
 
 _SIZES = {"vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
 _SIZES |= {"num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 24, "full_attention_interval": 1}
@@ -36,3 +45,26 @@ def test_a_linear_layer(name: str, compute: str, monkeypatch: pytest.MonkeyPatch
     found = measured(name, replace(_LINEAR, delta=sizes), compute, monkeypatch)
     for peak, bound in (found[:2], found[2:]):
         assert peak <= bound <= 1.2 * peak
+
+
+def test_a_ring_of_linear_layers_sends_as_much_for_any_length() -> None:
+    """By hand: two tiers of 2 and 3 ring ranks, rows of 24 and 240 tokens, four heads of 8 x 8, three taps of halo."""
+    config = replace(_LINEAR, delta=replace(_LINEAR.delta, key_dim=8, value_dim=8))
+    mapping = {"package": {"context": {"ring": 2}}, "node": {"context": {"ring": 3}}}
+    plan = replace(exact("ddp", cluster_of(2, 3), mapping=mapping), micro_batch=2, compute="bf16")
+    for sequence in (24, 240):
+        traffic = ContextTraffic(plan, Mesh.of(cluster_of(2, 3), plan), sequence, ("package", "node"))
+        sent = traffic.attention(block_specs(config)[1])
+        halo, maps = 2 * 2 * 3 * (2 * 2 * 8 + 4 * 8) * 2, 2 * 2 * 4 * 8 * (8 + 8) * 4
+        for steps in steps_of(sent):
+            found = [sent.sends(message)[0] for message in messages_of(steps) if isinstance(message, ContextMessage)]
+            assert sorted(found) == sorted([(0, halo), (0, maps), (1, 2 * halo), (1, 2 * maps)])
+
+
+def test_linear_layers_refuse_what_passes_no_state() -> None:
+    blocks = block_specs(_LINEAR)
+    assert "use a ring" in why_no_scan(blocks, 64, 1, 2)
+    assert "use a multiple of 8" in why_no_scan(blocks, 60, 4, 1)
+    assert "at least 3 tokens" in why_no_scan(blocks, 16, 4, 1)
+    assert not why_no_scan(blocks, 64, 4, 1)
+    assert "deals documents" in why_whole(blocks, balance="cost")

@@ -226,4 +226,7 @@ def attention_totals(attention: AttentionBytes) -> tuple[Mapping[int, int], Mapp
         forward[tier] += num_steps * attention.on(tier).keys
         # Keys once more, their gradients after all but the first exchange, and home over the outermost tier.
         backward[tier] += (2 * num_steps - (tier == crossed[0]) + (tier == crossed[-1])) * attention.on(tier).keys
+        # A linear layer tells the other ranks of a tier its maps and the ends of its runs, whatever their length.
+        for passed in (forward, backward):
+            passed[tier] += (attention.ring[tier] - 1) * (attention.halo + attention.state)
     return forward, backward
