@@ -116,7 +116,8 @@ class RingRuns:
         return levels
 
     def _exchanged(self, own: Tensor, message: ContextMessage, place: int, degree: int, stride: int) -> list[Tensor]:
-        units = [own.contiguous() if other == place else torch.empty_like(own) for other in range(degree)]
+        own = own.contiguous()  # and so are the tensors like it, which receive
+        units = [own if other == place else torch.empty_like(own) for other in range(degree)]
         first = self.comm.member - place * stride
         others = [(first + other * stride, units[other]) for other in range(degree) if other != place]
         sends = [(member, units[place]) for member, _ in others]
