@@ -13,9 +13,9 @@ from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.hashing import hashed_once
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.config import read_fields, without_training, write_table
-from terrace.model.hf.delta import KEYS as DELTA_KEYS
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS, CLAMPED
+from terrace.model.hf.kinds import DELTA_KEYS
 from terrace.model.hf.latent import KEYS as LATENT_KEYS
 from terrace.model.kinds import DeltaSizes, LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.latent import Latent

@@ -15,23 +15,23 @@ from terrace.plan.dims import rank_numel
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import gemm_s, memory_s
 from terrace.simulate.tape import Node
-from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
     from terrace.simulate.block_tape import BlockTape
+    from terrace.simulate.work import Work
 
 
-def _num_runs(work: Work) -> int:
+def _num_runs(work: "Work") -> int:
     """Runs of a rank: rows, or on a ring two chunks of each."""
     return work.micro_batch * (CHUNKS_PER_RING_RANK if work.ring > 1 else 1)
 
 
-def _chunk(work: Work) -> int:
+def _chunk(work: "Work") -> int:
     return min(CHUNK, math.ceil(work.tokens / _num_runs(work)))
 
 
 @lru_cache(maxsize=65536)
-def _scan_s(device: Device, work: Work, delta: Delta) -> tuple[float, float]:
+def _scan_s(device: Device, work: "Work", delta: Delta) -> tuple[float, float]:
     """(Seconds of all products in chunks, of those with the state alone) of the gated delta rule in a forward.
 
     Chunks are computed together, up to the products with the state, which wait for the chunk before.
@@ -55,7 +55,7 @@ def _scan_s(device: Device, work: Work, delta: Delta) -> tuple[float, float]:
     return state_s + reads_s + inside_s + passes_s, state_s
 
 
-def delta_seconds(device: Device, work: Work, delta: Delta, accumulate: bool) -> tuple[float, float, float]:
+def delta_seconds(device: Device, work: "Work", delta: Delta, accumulate: bool) -> tuple[float, float, float]:
     """The backward computes the forward again, then twice as many products; ranks of a ring also scan maps."""
     forward_s, state_s = _scan_s(device, work, delta)
     maps_s = 0.0 if work.ring == 1 else state_s * (1 + delta.key_dim / delta.value_dim)

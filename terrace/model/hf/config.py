@@ -12,11 +12,10 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
 from terrace.base.schema import load
-from terrace.model.hf.delta import read_delta, write_delta
 from terrace.model.hf.families import FAMILIES, Family
 from terrace.model.hf.key_tables import ROOT_OF_HIDDEN
 from terrace.model.hf.keys import ACTIVATIONS, HARMLESS, ONLY, REFUSED, TRAINING
-from terrace.model.hf.kinds import kinds_of, read_kinds, write_kinds
+from terrace.model.hf.kinds import kinds_of, read_delta, read_kinds, write_delta, write_kinds
 from terrace.model.hf.latent import read_latent, write_latent, written_mscale
 from terrace.model.hf.mixtures import OWN_KEYS, read_experts, write_experts
 from terrace.model.hf.rope import (
