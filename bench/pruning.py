@@ -127,7 +127,7 @@ def run(job: Job, options: argparse.Namespace, folder: Path) -> Found:
     begin_s, model = time.monotonic(), folder / f"half by {'norms' if job.variant == MAGNITUDE else 'evaluation'}"
     prune(folder / WHOLE, model, job.variant)
     words = [*words_of(options, job.steps, job.seed, options.heal_lr), "--model", str(model)]
-    words += ["--data.tokenizer", "bytes"]
+    words += ["--data.tokenizer", "bytes", "--train.high_lr", "true"]  # small models take such rates
     if job.variant != ALONE:
         words += [*DISTILL, "--teacher.model", str(folder / WHOLE), "--teacher.plan", "ddp"]
     loss = trained(folder / f"{job.variant}-{job.seed}", words)[-1]["eval"]["holdout"]["loss"]

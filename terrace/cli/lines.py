@@ -111,6 +111,11 @@ class Plan(Line):
         [],
     )
     plan: str | None = option("NAME|FILE", "plan to compare with the best, its keys as --plan.key; or to scale")
+    teacher: str | None = option(
+        "FOLDER|FILE",
+        "teacher of the run, or a run's file with [teacher]: its forward is priced, and plans leave room for it; its "
+        "other keys as --teacher.key",
+    )
     tokens: str | None = option("N", "tokens to train on, as 300e9: adds time and device-hours")
     price: float | None = option(
         "P", "price of one device for one hour: adds what the tokens cost, or a million of them with --scale"

@@ -4,7 +4,7 @@ train`.
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from terrace.base.collection import no_collection
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.schema import dump
 from terrace.base.sealed import sealed_toml
-from terrace.base.words import counted, filled, seconds
+from terrace.base.words import counted, filled, quantity, seconds
 from terrace.cli.files import check_count, write_file
 from terrace.cli.lines import Plan as PlanLine
 from terrace.cli.no_plan import axes_words, nothing_words
@@ -25,6 +25,7 @@ from terrace.cli.overrides import parse_overrides
 from terrace.cli.task import as_option, check_output, check_price, read_task, software_words, task_words, with_axes
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
+from terrace.cluster.software import OWN
 from terrace.plan.plan import Plan
 from terrace.plan.search_limits import FINALISTS
 from terrace.plan.wire import BETWEEN_STAGES
@@ -76,11 +77,13 @@ from terrace.train.planned import TASK, num_machines, planned_table, read_planne
 
 if TYPE_CHECKING:
     from terrace.cli.own_plan import OwnPlan
+    from terrace.train.teacher_keys import TeacherConfig
 
 _OF_SEARCH = (
     "axes",
     "pin",
     "outer",
+    "teacher",
     "allow",
     "allow_rounding",
     "tokens",
@@ -100,7 +103,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return _search(options, rest)
 
 
-def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
+def _search(options: argparse.Namespace, rest: Sequence[str], kept_bytes: int = 0) -> int:
+    """`kept_bytes`: memory of a device that is left to the teacher."""
     for name in ("best", "limit"):
         check_count(f"--{name}", getattr(options, name))
     check_price(options.price)
@@ -108,8 +112,14 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_output("--out", options.out, options)
     if options.out.suffix != ".toml":
         raise ConfigError(f"--out {options.out} must end in .toml: that is how commands know a plan's file")
-    task = read_task(options, rest, read_planned(options.plan), also=("plan",))
-    axes = with_axes(task.cluster, options.axes)
+    task = read_task(options, rest, read_planned(options.plan), also=("plan", "teacher"))
+    named, axes = task.cluster, with_axes(task.cluster, options.axes)
+    if teacher := _teacher(options, rest, task):
+        # Imported here, as below: a run's modules, which a search without a teacher does not need.
+        from terrace.train.planned_teacher import blocks_beside, with_room
+
+        task = replace(task, cluster=with_room(named, kept_bytes), declared=blocks_beside(task.model, teacher))
+        axes = tuple(axis for axis in axes if axis != "context")
     given = replace(task, operations=parse_operations(options.recompute, task.blocks, axes))
     if options.robust and len(given.cluster.alike) > 1:
         raise ConfigError(
@@ -147,7 +157,8 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
         found = cut.products
     searched = found.searched
     if not searched.found.best:
-        raise PlanError(nothing_words(space, searched.found, options.pin, options.limit))
+        beside_it = f"beside a teacher of {quantity(kept_bytes, 'B')} a rank, " if kept_bytes else ""
+        raise PlanError(beside_it + nothing_words(space, searched.found, options.pin, options.limit))
     task = searched.space.task
     ties = settled(searched.space, searched.evaluator, searched.found.best, options.limit)
     rooms: Sequence[Headroom] = ()
@@ -155,16 +166,43 @@ def _search(options: argparse.Namespace, rest: Sequence[str]) -> int:
         rooms = headrooms(searched.space, searched.evaluator, ties.best[0], options.limit)
         others = [room.best for room in rooms if room.best is not None]
         ties = least_regret(searched.evaluator, ties, others, scenarios(task.cluster))
-    best = ties.best[0]
+    best, beside = ties.best[0], tuple[str, ...]()
     plan, loop = _chosen(task, best), None
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
     stored = stored_words(ways, task, best.step_s, found.wide_s)
-    used = chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
+    if teacher:
+        from terrace.train.planned_teacher import held_bytes, taught_run, teacher_words
+
+        run = taught_run(replace(task, cluster=named), plan, teacher)
+        if (held := held_bytes(run)) > kept_bytes:
+            return _search(options, rest, held)  # plans that leave it room
+        beside = (teacher_words(run),)
+    used = *beside, chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
     deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins, allowed)
     answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored, rooms)
-    _show(options, searched, ties, allowed, plan, loop, answers, deal, given.cluster)
+    _show(options, searched, ties, allowed, plan, loop, answers, deal, named)
     return 0
+
+
+def _teacher(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "TeacherConfig | None":
+    """The teacher of the run, or None. Raises `ConfigError` beside what has no teacher."""
+    keys = parse_overrides(rest, of_run=False).get("teacher")
+    if options.teacher is None and keys is None:
+        return None
+    if not isinstance(keys or {}, Mapping):
+        raise ConfigError(f"--teacher.{keys!r}: set a key of the teacher, as --teacher.key VALUE")
+    for wrong, words in (
+        (options.outer is not None, "islands (--outer)"),
+        (options.axes != "all" and "context" in options.axes.split(","), "a context axis (--axes)"),
+        (len(task.cluster.alike) > 1, "unequal members"),
+        (task.cluster.device.software != OWN, "another software (--as)"),
+    ):
+        if wrong:
+            raise ConfigError(f"--teacher is not implemented for {words}: leave one of them out")
+    from terrace.train.planned_teacher import planned_teacher
+
+    return planned_teacher(options.teacher, keys or {})
 
 
 def _deal(

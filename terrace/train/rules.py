@@ -105,7 +105,10 @@ def check_blocks(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
     """Raises a `TerraceError` for a section [prune] without effect, or one that the run cannot have."""
     prune = run.prune
     if not prune.is_on and prune != NO_PRUNING:
-        raise ConfigError("[prune] has no effect without prune.blocks: give rows and columns of a block, as [16, 16]")
+        raise ConfigError(
+            "[prune] has no effect without prune.blocks: give rows and columns of a block, as [16, 16]; to go on "
+            "without it, export the run, whose zeros are then weights like others, and begin from that folder (--model)"
+        )
     if not prune.is_on:
         return
     if run.lora is not None:

@@ -4,14 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from terrace.base.errors import ConfigError, ModelError
 from terrace.base.schema import read_table
 from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.facts import has_scalar_head, vocabulary_size
 
-DISTILL = "distill"  # of train.objective
+DISTILL: Final = "distill"  # of train.objective
 _RUN, _PUBLISHED = "config.toml", "config.json"
 # Temperatures at which distributions have one token, or are even: guesses.
 _LEAST, _MOST = 1e-3, 1e3

@@ -1,23 +1,27 @@
 """Answers of `terrace plan` beside the best plan: cost of a training, the user's own plan, plans with memory left."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
-from terrace.base.words import seconds
+from terrace.base.words import quantity, seconds
 from terrace.cli import plan
 from terrace.cli.main import main
 from terrace.cli.own_plan import own_plan
 from terrace.planner.evaluate import step_of
 from terrace.planner.ranking import Cost
 from terrace.report.training_cost import duration, energy_words, parse_tokens, throughput_words, training_words
+from terrace.simulate.fullest import fullest_stage
 from terrace.simulate.step import predict_step
+from terrace.train.planned_teacher import held_bytes
+from terrace.train.prediction import job_of
 from terrace.train.prediction import step_of as run_step
 from terrace.train.resolve import resolve
 from tests.support.planner_cases import CLUSTERS, small_task
-from tests.support.planning import Planning, here
+from tests.support.planning import GPT, Planning, here
 
 __all__ = ["here"]
 
@@ -123,6 +127,61 @@ def test_the_users_plan_is_compared_with_the_best(here: Planning) -> None:
     assert re.search(
         r"; needs [\d.]+ GB of 65.27 GB \(68.7 GB less a headroom of 5%\), the best [\d.]+ GB", joined(out)
     )
+
+
+@pytest.fixture
+def teacher(here: Planning) -> str:
+    """A folder with a larger model of the same vocabulary."""
+    folder = here.model.parent / "teacher"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**GPT, "n_embd": 1024, "n_layer": 8}))
+    return str(folder)
+
+
+def test_a_teacher_is_priced_and_plans_leave_it_room(here: Planning, teacher: str) -> None:
+    """As a run under the found plan predicts it, whose memory is that of both models."""
+    alone = here.say("plan", *SMALL, "--out", "alone.toml")[1]
+    room = 1.6e9
+    tight = ("--cluster.device.memory_bytes", f"{room:.0f}", "--cluster.device.headroom", "0%")
+    code, out, _ = here.say("plan", *SMALL, "--teacher", teacher, *tight)
+    assert code == 0
+    sizes = {"cluster": {"tiers": {"system": {"size": 1}}, "device": {"memory_bytes": room, "headroom": "0%"}}}
+    sizes |= {
+        "train": {"batch": 16, "sequence": 256, "objective": "distill", "steps": 1},
+        "teacher": {"model": teacher},
+    }
+    run = resolve(None, {"model": str(here.model), "cluster": "frontier", "plan": "plan.toml"}, sizes)
+    found = predict_step(run_step(run))
+    said = re.search(r"zero3 takes (.*) before a step and (.*) a rank, a step takes (.*?);", joined(out))
+    assert said is not None
+    held = held_bytes(run)
+    assert said.groups() == (seconds(found.times_s[0]["teacher"]), quantity(held, "B"), seconds(found.step_s))
+    footprint = fullest_stage(job_of(run), run.blocks(), 256)[1]
+    assert footprint["teacher"] == held
+    assert sum(footprint.values()) <= room
+    assert "the teacher" not in alone
+    assert "less a headroom" not in re.sub(r"\(.*?headroom.*?\)", "", out.split("why this plan")[0])
+    # In a run's file, with a key of it on the command line.
+    (here.model.parent / "run.toml").write_text('[teacher]\nmodel = "teacher"\ntemperature = 2.0\n')
+    code, out, _ = here.say("plan", *SMALL, "--teacher", "run.toml", "--teacher.top_k", "8", "--force")
+    assert code == 0
+    assert "the teacher runs once, before the first step, and is freed" in joined(out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster.device.memory_bytes", "2e8"], "the teacher takes "),
+        (["--outer", "every<=10"], "--teacher is not implemented for islands (--outer)"),
+        (["--axes", "data,context"], "--teacher is not implemented for a context axis (--axes)"),
+        (["--teacher.plan", "zero9"], "teacher.plan = 'zero9' is no preset"),
+        (["--teacher.weight", "0"], "teacher.weight = 0.0 must be above 0"),
+        (["--teacher.model", "nowhere"], "teacher.model = 'nowhere' is neither a run folder"),
+        (["--scale"], "--teacher has no effect with --scale"),
+    ],
+)
+def test_a_teacher_that_cannot_be_is_refused(here: Planning, teacher: str, words: list[str], said: str) -> None:
+    assert said in here.refused("plan", "--nodes", "1", "--teacher", teacher, *words)
 
 
 def test_the_found_plan_is_as_long_as_itself(here: Planning) -> None:
