@@ -4,7 +4,7 @@ train`.
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,6 @@ from terrace.cli.overrides import parse_overrides
 from terrace.cli.task import as_option, check_output, check_price, read_task, software_words, task_words, with_axes
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.software import OWN
 from terrace.plan.plan import Plan
 from terrace.plan.search_limits import FINALISTS
 from terrace.plan.wire import BETWEEN_STAGES
@@ -77,7 +76,7 @@ from terrace.train.planned import TASK, num_machines, planned_table, read_planne
 
 if TYPE_CHECKING:
     from terrace.cli.own_plan import OwnPlan
-    from terrace.train.teacher_keys import TeacherConfig
+    from terrace.cli.taught import Taught
 
 _OF_SEARCH = (
     "axes",
@@ -114,12 +113,9 @@ def _search(options: argparse.Namespace, rest: Sequence[str], kept_bytes: int = 
         raise ConfigError(f"--out {options.out} must end in .toml: that is how commands know a plan's file")
     task = read_task(options, rest, read_planned(options.plan), also=("plan", "teacher"))
     named, axes = task.cluster, with_axes(task.cluster, options.axes)
-    if teacher := _teacher(options, rest, task):
-        # Imported here, as below: a run's modules, which a search without a teacher does not need.
-        from terrace.train.planned_teacher import blocks_beside, with_room
-
-        task = replace(task, cluster=with_room(named, kept_bytes), declared=blocks_beside(task.model, teacher))
-        axes = tuple(axis for axis in axes if axis != "context")
+    taught = _taught(options, rest, task)
+    if taught is not None:
+        task, axes = taught.student(kept_bytes), tuple(axis for axis in axes if axis != "context")
     given = replace(task, operations=parse_operations(options.recompute, task.blocks, axes))
     if options.robust and len(given.cluster.alike) > 1:
         raise ConfigError(
@@ -171,38 +167,15 @@ def _search(options: argparse.Namespace, rest: Sequence[str], kept_bytes: int = 
     if bounds is not None:
         loop = least_loop(task, best, plan, bounds, rows)
     stored = stored_words(ways, task, best.step_s, found.wide_s)
-    if teacher:
-        from terrace.train.planned_teacher import held_bytes, taught_run, teacher_words
-
-        run = taught_run(replace(task, cluster=named), plan, teacher)
-        if (held := held_bytes(run)) > kept_bytes:
+    if taught is not None:
+        if (held := taught.held_bytes(plan)) > kept_bytes:
             return _search(options, rest, held)  # plans that leave it room
-        beside = (teacher_words(run),)
+        beside = (taught.words(plan),)
     used = *beside, chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
     deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins, allowed)
     answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored, rooms)
     _show(options, searched, ties, allowed, plan, loop, answers, deal, named)
     return 0
-
-
-def _teacher(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "TeacherConfig | None":
-    """The teacher of the run, or None. Raises `ConfigError` beside what has no teacher."""
-    keys = parse_overrides(rest, of_run=False).get("teacher")
-    if options.teacher is None and keys is None:
-        return None
-    if not isinstance(keys or {}, Mapping):
-        raise ConfigError(f"--teacher.{keys!r}: set a key of the teacher, as --teacher.key VALUE")
-    for wrong, words in (
-        (options.outer is not None, "islands (--outer)"),
-        (options.axes != "all" and "context" in options.axes.split(","), "a context axis (--axes)"),
-        (len(task.cluster.alike) > 1, "unequal members"),
-        (task.cluster.device.software != OWN, "another software (--as)"),
-    ):
-        if wrong:
-            raise ConfigError(f"--teacher is not implemented for {words}: leave one of them out")
-    from terrace.train.planned_teacher import planned_teacher
-
-    return planned_teacher(options.teacher, keys or {})
 
 
 def _deal(
@@ -251,6 +224,16 @@ def _own_plan(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "
     from terrace.cli.own_plan import own_plan
 
     return own_plan(task, options.plan, keys)
+
+
+def _taught(options: argparse.Namespace, rest: Sequence[str], task: Task) -> "Taught | None":
+    keys = parse_overrides(rest, of_run=False).get("teacher")
+    if options.teacher is None and keys is None:
+        return None
+    # Imported here: a run's modules, which a search without a teacher does not need.
+    from terrace.cli.taught import taught_of
+
+    return taught_of(options, keys, task)
 
 
 class Answers(NamedTuple):

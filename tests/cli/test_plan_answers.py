@@ -16,7 +16,6 @@ from terrace.planner.ranking import Cost
 from terrace.report.training_cost import duration, energy_words, parse_tokens, throughput_words, training_words
 from terrace.simulate.fullest import fullest_stage
 from terrace.simulate.step import predict_step
-from terrace.train.planned_teacher import held_bytes
 from terrace.train.prediction import job_of
 from terrace.train.prediction import step_of as run_step
 from terrace.train.resolve import resolve
@@ -140,8 +139,7 @@ def teacher(here: Planning) -> str:
 
 def test_a_teacher_is_priced_and_plans_leave_it_room(here: Planning, teacher: str) -> None:
     """As a run under the found plan predicts it, whose memory is that of both models."""
-    alone = here.say("plan", *SMALL, "--out", "alone.toml")[1]
-    room = 1.6e9
+    room = 1.74e9  # the best plan for the student alone would leave too little
     tight = ("--cluster.device.memory_bytes", f"{room:.0f}", "--cluster.device.headroom", "0%")
     code, out, _ = here.say("plan", *SMALL, "--teacher", teacher, *tight)
     assert code == 0
@@ -154,13 +152,11 @@ def test_a_teacher_is_priced_and_plans_leave_it_room(here: Planning, teacher: st
     found = predict_step(run_step(run))
     said = re.search(r"zero3 takes (.*) before a step and (.*) a rank, a step takes (.*?);", joined(out))
     assert said is not None
-    held = held_bytes(run)
+    (held,) = (sum(each.memory_bytes.values()) for each in job_of(run).beside)
     assert said.groups() == (seconds(found.times_s[0]["teacher"]), quantity(held, "B"), seconds(found.step_s))
     footprint = fullest_stage(job_of(run), run.blocks(), 256)[1]
     assert footprint["teacher"] == held
     assert sum(footprint.values()) <= room
-    assert "the teacher" not in alone
-    assert "less a headroom" not in re.sub(r"\(.*?headroom.*?\)", "", out.split("why this plan")[0])
     # In a run's file, with a key of it on the command line.
     (here.model.parent / "run.toml").write_text('[teacher]\nmodel = "teacher"\ntemperature = 2.0\n')
     code, out, _ = here.say("plan", *SMALL, "--teacher", "run.toml", "--teacher.top_k", "8", "--force")
@@ -171,7 +167,7 @@ def test_a_teacher_is_priced_and_plans_leave_it_room(here: Planning, teacher: st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--cluster.device.memory_bytes", "2e8"], "the teacher takes "),
+        (["--cluster.device.memory_bytes", "1.7e9", "--axes", "data"], "beside a teacher of"),
         (["--outer", "every<=10"], "--teacher is not implemented for islands (--outer)"),
         (["--axes", "data,context"], "--teacher is not implemented for a context axis (--axes)"),
         (["--teacher.plan", "zero9"], "teacher.plan = 'zero9' is no preset"),
