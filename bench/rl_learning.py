@@ -2,7 +2,8 @@
 
     python -m bench.rl_learning [NAME ...] [--seed 0]
 
-`distill` has no reward: it learns from a policy of a longer start, and its KL to that policy must fall to a third.
+`distill` has no reward: it learns from a policy of a longer start. Its KL to that policy, the mean of the last five
+steps, must be a fifth below that of the first.
 
 NAME is an algorithm, `shuffled` (GRPO whose rewards are dealt out anew, which must teach nothing), `unconstrained` (PPO
 beside which Safe RLHF is judged) or `all`. Bars are of the reward of drawn responses, the mean of the last five steps,
@@ -76,7 +77,7 @@ BARS = {
     "shuffled": Bar(20),
     "unconstrained": Bar(40, keys=_SINGLE),
     "safe-rlhf": Bar(40, keys=_CONSTRAINED),
-    "distill": Bar(20, keys={"run": {"warmup_steps": 3}}),
+    "distill": Bar(20, keys={"run": {"warmup_steps": 3, "mini_batch": 64}, "plan": {"micro_batch": 64}}),
 }
 _TEACHER = {"run": {"seed": 100, "start_steps": 150, "steps": 1}}
 _ALGORITHMS = {"shuffled": "grpo", "unconstrained": "ppo"}  # of cases that are named otherwise
@@ -146,8 +147,8 @@ def verdict(name: str, bar: Bar, found: list[Metrics]) -> tuple[bool, str]:
     if name == "shuffled":
         passed = greedy <= start
     if name == "distill":
-        kls = [step["actor/kl"] for step in found]
-        return kls[-1] <= kls[0] / 3, f"distill: KL {kls[0]:.4f} to {kls[-1]:.4f}"
+        first, now = found[0]["actor/kl"], last(found, lambda step: step["actor/kl"])
+        return now <= 0.8 * first, f"distill: KL {first:.4f} to {now:.4f}"
     figures = f"sampled {drawn_reward(found[0]):.3f} to {sampled:.3f}, greedy {start:.3f} to {greedy:.3f}"
     worst = max(step["rollout/logprob_diff_max"] for step in found)
     return passed, f"{name}: {figures}, rollout diff {worst:.1e}: {'passed' if passed else 'FAILED'}"
