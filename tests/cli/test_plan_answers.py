@@ -25,6 +25,7 @@ from tests.support.planning import GPT, Planning, here
 __all__ = ["here"]
 
 SMALL = ("--nodes", "1", "--axes", "data", "--best", "2")
+TIGHT = ("--cluster.device.memory_bytes", "1.7e9", "--cluster.device.headroom", "0%")  # 1.5 GB are the process
 
 
 def cost(step_s: float, memory: Mapping[str, int] | None = None) -> Cost:
@@ -167,7 +168,7 @@ def test_a_teacher_is_priced_and_plans_leave_it_room(here: Planning, teacher: st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--cluster.device.memory_bytes", "1.7e9", "--axes", "data"], "beside a teacher of"),
+        ([*TIGHT, "--axes", "data"], "beside a teacher of"),
         (["--outer", "every<=10"], "--teacher is not implemented for islands (--outer)"),
         (["--axes", "data,context"], "--teacher is not implemented for a context axis (--axes)"),
         (["--teacher.plan", "zero9"], "teacher.plan = 'zero9' is no preset"),
