@@ -87,6 +87,7 @@ MEANINGS = {
     "--step": r"^the (step|checkpoint after this step)",
     "--stop": r"end a continuation",
     "--task": r"task that ships",
+    "--teacher": r"^teacher of the run",
     "--temperature": r"how freely",
     "--tokenizer": r"tokenizer.json",
     "--tokens": r"^tokens to (add|train on)",
