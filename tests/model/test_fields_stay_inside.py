@@ -16,6 +16,7 @@ NAMES = {field.name for field in fields(ModelConfig)} | PROPERTIES | {"of_layer"
 # Names that other classes have too, with an example of each: read from a configuration they are faults, from anything
 # else they are not.
 SHARED = {
+    "delta": "Operations.delta",
     "experts": "Plan.experts",
     "family": "a family of anything",
     "head_dim": "Core.head_dim",
