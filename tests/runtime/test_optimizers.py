@@ -127,7 +127,7 @@ def measured_state(world: World, sizes: Sizes, plan: Plan, model: str, optimizer
     """The meter's peaks after two steps on this rank."""
     built = MODELS[model]
     engine = Engine(
-        Blocks(built.blocks(torch.float64)),
+        Blocks(built.blocks(torch.float64), declared=built.declared),
         Workload(cluster=cluster_of(*sizes), plan=plan, num_micros=1, sequence=SEQUENCE),
         built.objective,
         Training(optimizer=optimizer),
