@@ -132,6 +132,7 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("--lora.rank 8",): ("--lora", "--use-lora", "--use-peft", "--peft"),
     ("--lora.alpha",): ("--lora-alpha",),
     ("--lora.targets",): ("--lora-target-modules", "--lora-target"),
+    ("--lora.base nf4",): ("--load-in-4bit", "--bnb-4bit-quant-type", "--use-qlora", "--qlora"),
     ("--plan zero1",): ("--use-distributed-optimizer",),
     ("--plan zero{}",): ("--zero", "--zero-stage"),
     ("--plan zero3",): ("--fsdp", "--deepspeed"),

@@ -3,8 +3,8 @@
 A checkpoint is a folder `step-00000100` with a `manifest.json` and safetensors files. Each file holds pieces: boxes
 of whole parameters, as tensors of the box's shape named `block/parameter[0:4,8:16]/kind`. So any rank of any plan
 finds its elements by intersecting boxes. The group of a parameter determines its kinds of state
-(terrace.runtime.states); the first kind is its value. Padding is not stored, and no element is stored twice. The
-manifest has
+(terrace.runtime.states); the first kind is its value. A frozen matrix held in codes is an array of the bytes of its
+records, and its constants are stored beside it. Padding is not stored, and no element is stored twice. The manifest has
 
     groups   group -> kinds of state
     layout   block -> parameter -> [group, shape of the whole parameter]
@@ -33,6 +33,7 @@ from terrace.base.errors import CheckpointError
 from terrace.base.foreign import open_file
 from terrace.base.parsing import parse_json
 from terrace.checkpoint.islands import ONE, Islands
+from terrace.model.base_formats import BASE_FORMATS, CONSTANT_BYTES
 from terrace.model.spec import BlockSpec
 from terrace.plan.counts import choices_bytes
 from terrace.plan.dims import is_layer
@@ -43,7 +44,17 @@ from terrace.plan.state_formats import stored_bytes
 from terrace.plan.update import parse_update
 from terrace.plan.wire import FORMATS
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.states import ADAMW, FROZEN, KINDS, OUTER_MOMENTUM, group_of, is_trained, kinds_of
+from terrace.runtime.states import (
+    ADAMW,
+    CONSTANTS,
+    FROZEN,
+    KINDS,
+    OUTER_MOMENTUM,
+    UNTRAINED,
+    group_of,
+    is_trained,
+    kinds_of,
+)
 
 FORMAT, FORMAT_2 = 3, 2
 LOSS_SCALE, ROW_WISE = "loss_scale", "row_wise"  # keys of a manifest
@@ -101,6 +112,9 @@ def checkpoint_bytes(
     for index, block in enumerate(blocks):
         for param in block.params:
             group = group_of(param, optimizer, is_layer(blocks, index))
+            if param.code:
+                total += BASE_FORMATS[param.code].coded_bytes(param.numel) + param.num_constants * CONSTANT_BYTES
+                continue
             each = master + (len(kinds_of(group)) - 1) * state
             if group == FROZEN:
                 each = max(compute, _FP32_BYTES) if param.is_expert_bias else compute
@@ -150,14 +164,20 @@ def row_wise_note(where: str, theirs: bool, ours: bool) -> str:
 
 
 def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> dict[str, BlockLayout]:
-    """Group and shape of every parameter. `blocks` are whole."""
+    """Group and shape of every parameter, and of the constants of those held in codes. `blocks` are whole."""
     return {
         block.name: {
-            param.name: (group_of(param, optimizer, is_layer(blocks, index)), list(param.shape))
+            param.name: (group_of(param, optimizer, is_layer(blocks, index)), list(param.stored.shape))
             for param in block.params
         }
+        | {constants_name(param.name): (CONSTANTS, [param.num_constants]) for param in block.params if param.code}
         for index, block in enumerate(blocks)
     }
+
+
+def constants_name(parameter: str) -> str:
+    """Name of the constants of a frozen matrix held in codes."""
+    return f"{parameter}.{CONSTANTS}"
 
 
 def tensor_name(block: str, parameter: str, box: Box, kind: str) -> str:
@@ -182,7 +202,7 @@ def manifest_of(
         "step": step,
         "num_updates": num_updates,
         "facts": dict(facts),
-        "groups": {group: [*kinds_of(group), *(() if group == FROZEN else more)] for group in sorted(used)},
+        "groups": {group: [*kinds_of(group), *(() if group in UNTRAINED else more)] for group in sorted(used)},
         "layout": layout,
         "files": dict(sorted(files.items())),
         **({"islands": islands.table} if islands.table else {}),

@@ -11,23 +11,28 @@ from torch import Tensor
 
 from terrace.base.boxes import Box, numel, sizes, whole, within
 from terrace.checkpoint.islands import HEARD, MARKS, NUMBERS, NUMBERS_BLOCK, TOLD, own_name
+from terrace.checkpoint.layout import constants_name
 from terrace.plan.holdings import Slices, flat_boxes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
+from terrace.runtime.coded_param import CodedParam
 from terrace.runtime.elementwise import StatePart
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.projected import WholeState, whole_states
-from terrace.runtime.states import FROZEN, KINDS, PROJECTION
+from terrace.runtime.states import CONSTANTS, FROZEN, PROJECTION, kinds_of
 
 CHOICES, COUNTS = "mlp.router.choices", "counts"  # of routers in the last step, beside the parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A rank's range of one flat buffer: by kind, 1-D tensors of its elements from `start` on, padding included."""
+    """A rank's range of one flat buffer: by kind, 1-D tensors of its elements from `start` on, padding included.
+
+    Of frozen matrices held in codes these are bytes of records.
+    """
 
     flat: FlatParam
     start: int
@@ -64,7 +69,9 @@ def held(flat: FlatParam, *, own: bool = True) -> Iterator[Held]:
     is_first = flat.is_first(tier) and not island
     if not flat.spec.trainable:
         # Frozen parameters stay on the parameters' tier. The optimizer has no state of them but those below the device.
-        (kind,) = KINDS[FROZEN]
+        (kind,) = kinds_of(flat.layout.code or FROZEN)
+        if isinstance(flat, CodedParam):
+            start = flat.bytes_of(flat.part(tier)).start
         for state in flat.optimizer.states:
             for elements in state.windows(flat.padded):
                 at = start + elements.start
@@ -109,10 +116,18 @@ def parts_of(
         for each in held(flat, own=own):
             if each.is_first or not first:
                 yield from ((flat.name, part) for part in _parts(each, slices))
+        if isinstance(flat, CodedParam):
+            yield from ((flat.name, part) for part in _constants(flat) if flat.holds_first or not first)
         is_first = flat.is_first(flat.layout.optimizer)
         for state in whole_states(flat.optimizer):
             if (is_first and state.is_first) or not first:
                 yield flat.name, _whole(flat, state)
+
+
+def _constants(flat: CodedParam) -> Iterator[BoxValues]:
+    for param, values in zip(flat.spec.params, flat.constants, strict=True):
+        name = constants_name(param.name)
+        yield BoxValues(parameter=name, box=whole(values.shape), values={CONSTANTS: values})
 
 
 def _whole(flat: FlatParam, state: WholeState) -> BoxValues:
@@ -141,7 +156,8 @@ def choices_of(program: Program, choices: Mapping[int, Tensor]) -> Iterator[tupl
 
 def _parts(own: Held, slices: Slices) -> Iterator[BoxValues]:
     stop = own.start + next(iter(own.values.values())).numel()
-    for part in flat_boxes(own.flat.spec.params, own.start, stop, slices):
+    stored = [param.stored for param in own.flat.spec.params]
+    for part in flat_boxes(stored, own.start, stop, slices):
         first = part.start - own.start
         elements = slice(first, first + numel(part.padded))
         yield BoxValues(

@@ -25,6 +25,7 @@ from terrace.checkpoint.layout import (
     Files,
     check_model,
     complete,
+    constants_name,
     decode,
     folder_name,
     is_checkpoint_name,
@@ -38,15 +39,17 @@ from terrace.checkpoint.layout import (
 from terrace.checkpoint.parts import CHOICES, COUNTS, BoxValues, choices_of, held, parts_of, slices_of
 from terrace.checkpoint.reshard import MissingElements, reshard
 from terrace.checkpoint.residuals import restore_residuals
+from terrace.model.base_formats import BASE_FORMATS
 from terrace.model.spec import BlockSpec
 from terrace.plan.counts import num_choices
 from terrace.plan.holdings import Slices
+from terrace.runtime.base_codes import decoded
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.loss_scale import LossScale
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite
 from terrace.runtime.outer_numbers import OuterNumbers
-from terrace.runtime.states import FROZEN, OUTER_MOMENTUM
+from terrace.runtime.states import CONSTANTS, OUTER_MOMENTUM, UNTRAINED
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -136,7 +139,7 @@ class Checkpoint:
         for block, layout in self.layout.items():
             for name, (group, shape) in layout.items():
                 yield block, name, shape
-                for island in islands.with_own_state if group != FROZEN else ():
+                for island in islands.with_own_state if group not in UNTRAINED else ():
                     yield block, own_name(name, island), shape
         for name, numbers in islands.numbers.items():
             yield NUMBERS_BLOCK, name, numbers
@@ -201,13 +204,21 @@ class Checkpoint:
         return found
 
     def parameters(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(block, parameter, master value) of the whole model, with one block in memory at a time."""
+        """(block, parameter, master value) of the whole model, with one block in memory at a time.
+
+        Frozen matrices held in codes are decoded, to fp32.
+        """
         # The first kind of each group is the parameter's value.
         first = {kinds[0] for kinds in self.groups.values()}
-        for block in self.layout:
-            for name, values in self.read(block, first).items():
+        for block, layout in self.layout.items():
+            found = self.read(block, first)
+            for name, values in found.items():
+                group, _ = layout[name]
                 for value in values.values():
-                    yield block, name, value
+                    if group in BASE_FORMATS:
+                        yield block, name, decoded(value, found[constants_name(name)][CONSTANTS], group)
+                    elif group != CONSTANTS:
+                        yield block, name, value
 
     def _stored(
         self, block: str, wanted: Sequence[tuple[str, Box, Collection[str]]]

@@ -32,6 +32,7 @@ from terrace.runtime.kept.below import NOTHING_BELOW
 from terrace.runtime.loss_scale import LossScale
 
 _DTYPES = {torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES |= {torch.uint8: "U8"}
 _WRITE_BYTES = 8 << 20  # a call: large enough that calls cost nothing
 _ALIGNED = 8  # where the tensors begin in a file
 _UNSCALED = LossScale.one()

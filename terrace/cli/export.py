@@ -19,6 +19,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _check_together(options)
     check_count("--shard-bytes", options.shard_bytes)
     run = read_run(options.folder)
+    from terrace.train.adapted import code_of
     from terrace.train.export import export_adapter
 
     checkpoint = _chosen(run, options.step)
@@ -37,6 +38,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             f"no tokenizer: the run was trained on {run.tokenizer}; generate and eval take the folder with "
             f"--tokenizer {run.tokenizer}"
         )
+    if code := code_of(checkpoint):
+        print(f"the frozen matrices were held in {code}: their decoded values are written in {dtype}, without it")
     print(f"wrote {options.path}, the model after step {run.step_of(checkpoint)} in {dtype}: {', '.join(written)}")
     return 0
 

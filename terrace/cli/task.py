@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ClusterError, ConfigError, PlanError
+from terrace.base.schema import load
 from terrace.base.words import counted, quantity
 from terrace.cli.files import check_not_read, check_writable
 from terrace.cli.here import named_table
@@ -18,6 +19,7 @@ from terrace.cluster.software import OWN
 from terrace.model.blocks import num_active_params
 from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.facts import family_of, is_dense
+from terrace.model.lora.config import LoraConfig, with_adapters
 from terrace.model.spec import BlockSpec
 from terrace.plan.as_software import axes_of, reductions
 from terrace.plan.plan import AXES, FUSED, precision_of
@@ -44,10 +46,11 @@ def read_task(
         planned = Planned(model={}, cluster={}, train={"batch": 1, "sequence": 1})
     overrides = parse_overrides(rest, of_run=False)
     for section in overrides:
-        if section not in ("cluster", *also):
+        if section not in ("cluster", "lora", *also):
             more = " and keys of a plan" if "plan" in also else ""
             raise ConfigError(
-                f"--{section}: only figures of the cluster{more} can be set, as --cluster.key VALUE; see --help"
+                f"--{section}: only figures of the cluster{more} can be set, as --cluster.key VALUE, and adapters, as "
+                "--lora.rank 16; see --help"
             )
     table = dict(planned.cluster) if options.cluster is None else named_table(options.cluster)
     own = overrides.get("cluster", {})
@@ -57,13 +60,16 @@ def read_task(
     cluster = run_by(cluster, software_named(options.software))
     if wrong := cluster.failures.restarts_prevail(cluster.world_size, num_machines(cluster)):
         raise ClusterError(wrong)
-    return task_on(
+    task = task_on(
         cluster,
         model=parse_model(planned.model) if options.model is None else load_model(options.model),
         batch=planned.train["batch"] if options.batch is None else options.batch,
         sequence=planned.train["sequence"] if options.sequence is None else options.sequence,
         compute=options.compute,
     )
+    if "lora" not in overrides:
+        return task
+    return replace(task, declared=with_adapters(task.blocks, load(LoraConfig, overrides["lora"], "lora")))
 
 
 def task_on(cluster: Cluster, *, model: ModelConfig, batch: int, sequence: int, compute: Any = None) -> Task:

@@ -44,7 +44,7 @@ from terrace.plan.hops import ARENA_ALIGNMENT, Hop, arena_bytes, encodings, send
 from terrace.plan.layout import INSIDE, Layout
 from terrace.plan.plan import Plan
 from terrace.plan.routes import lossy_messages
-from terrace.plan.wire import CODES, SCALE_BYTES, MessageClass
+from terrace.plan.wire import BYTES, CODES, SCALE_BYTES, MessageClass
 from terrace.program.message import Transfer
 
 
@@ -75,7 +75,7 @@ class Arena:
 
 # Codes travel, and are added to no sum, as bytes. A packed message carries bf16.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES |= {CODES.codec: torch.uint8, "packed": torch.bfloat16}
+DTYPES |= {CODES.codec: torch.uint8, BYTES: torch.uint8, "packed": torch.bfloat16}
 
 _CACHED_NUMEL = 1 << 16
 
@@ -136,6 +136,20 @@ class Collectives:
         packed = arena.take(whole.shape, whole.dtype).copy_(whole).view(-1)
         self._gather_hops(transfer, lambda tier: packed[own(tier)], origin)
         whole.copy_(packed.view(whole.shape))
+
+    def gather_bytes(self, transfer: Transfer, own: Tensor, part: Callable[[int], slice], origin: Origin) -> Tensor:
+        """The records of all ranks, uint8, valid until the lane's next collective; without peers `own` itself.
+
+        `part` maps a tier to the bytes that are this rank's piece.
+        """
+        if not transfer.gathering:
+            return own
+        arena = self._arenas[transfer.lane]
+        arena.begin(transfer.gather_buffers)
+        whole = arena.take(transfer.gather_buffers, torch.uint8)
+        whole[part(transfer.gathering[0].tier)] = own
+        self._gather_hops(transfer, lambda tier: whole[part(tier)], origin)
+        return whole
 
     def _gather_hops(self, transfer: Transfer, piece: Piece, origin: Origin) -> None:
         # Consecutive hops of one block format forward the same codes, so they are encoded and decoded once.

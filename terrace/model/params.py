@@ -1,7 +1,9 @@
 """Specs of a block's parameters: shapes and the meaning of their dims. Needs no torch."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from terrace.model.base_formats import BASE_FORMATS
 
 STACKED = "experts"  # the quantity of the leading dim of a stack
 
@@ -15,7 +17,8 @@ class ParamSpec:
     matrices in (experts, out, in), vectors in (experts, out). An expert bias is updated from token counts instead of
     by an optimizer; it is replicated on every rank, in at least fp32.
 
-    The rows of an `is_spread` table are on different ranks (terrace.plan.tables).
+    The rows of an `is_spread` table are on different ranks (terrace.plan.tables). A frozen matrix with a `code` is held
+    in that format (terrace.model.base_formats).
 
     In the slice of one rank (terrace.plan.slices), `shape` includes padding, `whole` is the shape before slicing,
     `cuts` names the axes that shard each dim, and `replicated_over` the axes whose ranks all hold this slice and
@@ -27,6 +30,7 @@ class ParamSpec:
     trainable: bool = True
     is_expert_bias: bool = False
     is_spread: bool = False
+    code: str = ""
     dims: tuple[tuple[str, int], ...] = ()
     whole: tuple[int, ...] = ()  # empty: `shape` is whole
     cuts: tuple[tuple[str, ...], ...] = ()
@@ -36,6 +40,25 @@ class ParamSpec:
     def numel(self) -> int:
         """Number of elements; 1 for a scalar."""
         return math.prod(self.shape)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Its shape before slicing."""
+        return self.whole or self.shape
+
+    @property
+    def num_constants(self) -> int:
+        """Number of constants of a matrix that is held in codes, else 0."""
+        return BASE_FORMATS[self.code].num_constants(math.prod(self.whole_shape)) if self.code else 0
+
+    @property
+    def stored(self) -> "ParamSpec":
+        """The parameter as a rank stores it: bytes of records instead of elements if it is held in codes."""
+        if not self.code:
+            return self
+        coded = BASE_FORMATS[self.code].coded_bytes
+        shape, whole = ((*sizes[:-1], coded(sizes[-1])) if sizes else () for sizes in (self.shape, self.whole))
+        return replace(self, shape=shape, whole=whole)
 
     def is_replicated_over(self, axis: str) -> bool:
         """Whether several ranks of `axis` hold this slice."""

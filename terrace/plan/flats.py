@@ -4,17 +4,19 @@ Parameters of a block share a buffer if they are replicated over the same axes a
 Without a tensor axis that is one trainable and one frozen buffer. Parameters that the tensor axis does not cut (norms,
 for example) have separate buffers, which tensor ranks shard as data ranks do. Also in separate buffers: expert stacks,
 if the plan factors the ranks separately for them; gate biases that are updated from token counts, whole on every rank;
-matrices held as 8-bit codes; and tables whose rows are spread over ranks (terrace.plan.tables).
+matrices held as 8-bit codes; frozen matrices held in a format of their own (terrace.model.base_formats); and tables
+whose rows are spread over ranks (terrace.plan.tables).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from terrace.base.alike import once_each
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
+from terrace.model.base_formats import BASE_FORMATS, CONSTANT_BYTES
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer, is_product_matrix
@@ -101,6 +103,16 @@ class FlatParamSpec:
     def element_bytes(self, plan: Plan) -> int:
         """Bytes per element of the working copy."""
         return CODES.element_bytes if self.is_coded else FORMATS[self.dtype(plan)].element_bytes
+
+    def stored_bytes(self, plan: Plan, numel: int) -> int:
+        """Bytes of `numel` elements of a slice as a rank stores them between gathers."""
+        code = self.layout.code
+        return BASE_FORMATS[code].coded_bytes(numel) if code else numel * self.element_bytes(plan)
+
+    @property
+    def constants_bytes(self) -> int:
+        """Bytes of the constants of frozen matrices held in codes, which every rank has; else 0."""
+        return CONSTANT_BYTES * sum(param.num_constants for param in self.params)
 
     @property
     def num_scales(self) -> int:
@@ -189,6 +201,7 @@ def block_flats(
             whole = sum(param.numel for param in matrices)
             layout = layouts[factoring, axes]
             layout = layout.whole() if moved or factoring == _TABLES else layout
+            layout = replace(layout, code=ordered[0].code) if ordered[0].code else layout
             made.append(FlatParamSpec(layout, ordered, trainable, whole, coded))
         return tuple(made)
 
@@ -203,11 +216,11 @@ def block_flats(
 
 # (is trainable, factoring, is updated from counts, is held as codes, axes of its holders)
 _Group = tuple[bool, str, bool, bool, tuple[str, ...]]
-_STACKS, _TABLES = "stacks", "tables"  # parameters with a factoring of their own; "" for all others
+_STACKS, _TABLES = "stacks", "tables"  # parameters with a factoring or a code of their own; "" for all others
 
 
 def _factoring(param: ParamSpec, mesh: Mesh) -> str:
-    return _TABLES if param.is_spread else _STACKS if param.is_stack and mesh.divides_stacks else ""
+    return _TABLES if param.is_spread else _STACKS if param.is_stack and mesh.divides_stacks else param.code
 
 
 def _order(group: _Group) -> tuple[bool, bool, str, bool, tuple[str, ...], tuple[str, ...]]:

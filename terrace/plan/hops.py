@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from terrace.plan.wire import CODES, FORMATS, MessageClass, WireFormat
+from terrace.plan.wire import BYTES, CODES, FORMATS, MessageClass, WireFormat
 
 if TYPE_CHECKING:
     from terrace.plan.plan import Plan
@@ -30,6 +30,9 @@ RESIDUAL_COPIES = 2  # current, and from before the step, in case the step is di
 # Selecting the largest elements: a 4-byte magnitude is written, read for the group maxima and compared; a 1-byte flag
 # is written and read (terrace.comm.codecs.sparse_cpu).
 _SELECTION_BYTES = 3 * 4 + 2
+# Decoding an element of a frozen matrix reads half a byte, writes and reads half an index of 4 bytes, and writes and
+# reads its point, in fp32.
+_LOOK_UP_BYTES = 13
 ARENA_ALIGNMENT = 64  # bytes: a cache line, and enough for any vector load
 
 
@@ -88,6 +91,11 @@ def hops_coding_bytes(plan: "Plan", message: MessageClass, reduction: Sequence[H
             number = last.degree * last.pieces
             total += first.numel * (held * (1 + number) + _coding_bytes(first)) + first.part_bytes * (1 + number)
     return total
+
+
+def decoding_bytes(plan: "Plan", numel: int) -> int:
+    """Memory traffic in bytes of decoding `numel` elements of frozen matrices (terrace.runtime.base_codes)."""
+    return numel * (_LOOK_UP_BYTES + FORMATS[plan.compute].element_bytes)
 
 
 def number_bytes(plan: "Plan") -> int:
@@ -152,6 +160,9 @@ def reduce_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> 
 
 def gather_buffers(plan: "Plan", message: MessageClass, hops: Sequence[Hop]) -> list[int]:
     """Bytes of each buffer for a gather, in order; none if parameters (or their codes) are gathered in place."""
+    # Records of frozen matrices are gathered beside the memory that they are decoded into.
+    if hops and hops[-1].wire.codec == BYTES:
+        return [hops[-1].degree * hops[-1].part_bytes]
     sizes = []
     held = plan.sums if message in _OF_SUMS else plan.compute
     for hop in hops:

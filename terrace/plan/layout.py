@@ -22,6 +22,7 @@ from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
 
+from terrace.model.base_formats import BASE_FORMATS
 from terrace.plan.mesh import HOLDERS, ORDER, TENSOR, Mesh
 from terrace.plan.update import parse_update
 from terrace.plan.wire import ROUTES, MessageClass
@@ -54,6 +55,7 @@ class Layout:
     island: int = sys.maxsize  # the outermost tier that is synchronised every step
     params_below: bool = False  # whether a rank's parameters are kept below its device (terrace.plan.keep)
     grads_below: bool = False  # whether its accumulated gradients are
+    code: str = ""  # format of frozen matrices, which every gather decodes (terrace.model.base_formats); "": none
 
     @staticmethod
     def of(cluster: "Cluster", plan: "Plan", axes: Collection[str] = HOLDERS, mesh: Mesh | None = None) -> "Layout":
@@ -121,13 +123,13 @@ class Layout:
 
     @property
     def gathers(self) -> bool:
-        """Whether parameters are gathered before use: from other ranks, from below the device, or both."""
-        return self.params != DEVICE or self.params_below
+        """Whether parameters are gathered before use: from other ranks, from below the device, or from codes."""
+        return self.params != DEVICE or self.params_below or self.code != ""
 
     @property
     def frees(self) -> bool:
         """Whether gathered parameters are freed after use; a whole secondary copy is gathered once a step and stays."""
-        return self.params_backward != DEVICE or self.params_below
+        return self.params_backward != DEVICE or self.params_below or self.code != ""
 
     @cached_property
     def has_secondary(self) -> bool:
@@ -223,8 +225,9 @@ class Layout:
         return range(min(ends) + 1, max(ends) + 1)
 
     def padded(self, numel: int) -> int:
-        """`numel` rounded up so that every tier divides it; the padding is stored too."""
-        return -(-numel // self.degree) * self.degree
+        """`numel` rounded up so that every tier divides it, into whole blocks of codes; the padding is stored too."""
+        unit = self.degree * (BASE_FORMATS[self.code].block if self.code else 1)
+        return -(-numel // unit) * unit
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Position of `rank` on each tier among the joined ranks."""

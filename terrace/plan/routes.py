@@ -16,13 +16,24 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from terrace.model.balance import FIGURES
+from terrace.model.base_formats import BASE_FORMATS
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import has_routers
 from terrace.plan.hops import Hop
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
-from terrace.plan.wire import BETWEEN_STAGES, CHANGES, FORMATS, PLACEABLE, ROUTED_ROWS, ROUTES, MessageClass, WireFormat
+from terrace.plan.wire import (
+    BETWEEN_STAGES,
+    BYTES,
+    CHANGES,
+    FORMATS,
+    PLACEABLE,
+    ROUTED_ROWS,
+    ROUTES,
+    MessageClass,
+    WireFormat,
+)
 
 if TYPE_CHECKING:
     from terrace.plan.layout import Layout
@@ -37,11 +48,15 @@ def gather_hops(
 ) -> list[Hop]:
     """The hops of a gather of `numel` padded elements from tier `outer` to tier `inner`, in order.
 
-    `coded`: the elements are 8-bit codes of matrices.
+    `coded`: the elements are 8-bit codes of matrices. Records of a layout's `code` are sent as they are, byte by byte.
     """
     hops: list[Hop] = []
+    if layout.code:
+        numel = BASE_FORMATS[layout.code].coded_bytes(numel)
     for tier in range(outer, inner, -1):
         degree, wire = layout.degrees[tier], plan.wire_format(message, layout.tiers[tier], coded=coded)
+        if layout.code:
+            wire = WireFormat(layout.code, BYTES, 8, 0)
         if degree == 1 or not numel:
             continue
         # Same block format as the outer tier: forward its encoded pieces instead of rounding again.

@@ -24,6 +24,7 @@ from functools import lru_cache
 
 from terrace.base.alike import first_equal
 from terrace.base.errors import PlanError
+from terrace.model.base_formats import BASE_FORMATS
 from terrace.model.operations import Dim, LookUp, Operations
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
@@ -157,7 +158,20 @@ def _slice(block: str, param: ParamSpec, mesh: Mesh) -> ParamSpec:
         cuts.append(cut)
     used = {axis for cut in cuts for axis in cut}
     replicated = tuple(axis for axis in axes if axis not in used)
-    return replace(param, shape=tuple(shape), whole=param.shape, cuts=tuple(cuts), replicated_over=replicated)
+    sliced = replace(param, shape=tuple(shape), whole=param.shape, cuts=tuple(cuts), replicated_over=replicated)
+    if param.code:
+        _check_codes(block, sliced, mesh)
+    return sliced
+
+
+def _check_codes(block: str, param: ParamSpec, mesh: Mesh) -> None:
+    form, (rows, row_size) = BASE_FORMATS[param.code], param.shape
+    if row_size % form.block or rows * math.prod(mesh.total(axis) for axis in param.cuts[0]) != param.whole[0]:
+        raise PlanError(
+            f"{block}.{param.name} is held in {param.code} (lora.base), in blocks of {form.block} elements of a row, "
+            f"and tensor ranks would cut {param.whole[0]} x {param.whole[1]} into {rows} x {row_size}: use a smaller "
+            "degree, or another axis, so that all slices are alike and cut no block"
+        )
 
 
 def tables_of(block: BlockSpec) -> list[ParamSpec]:

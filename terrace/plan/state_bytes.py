@@ -83,10 +83,10 @@ def _steady(plan: Plan, flat: FlatParamSpec) -> dict[str, int]:
         return {"params": 0, "grads": 0, "optimizer": 0}
     summed = FORMATS[plan.sums].element_bytes
     layout, padded, whole = flat.layout, flat.padded, flat.num_orthogonal
-    held = flat.element_bytes(plan)
-    found = {"params": 0 if layout.params_below else padded // layout.span(layout.params) * held}
+    held = partial(flat.stored_bytes, plan)
+    found = {"params": 0 if layout.params_below else held(padded // layout.span(layout.params)) + flat.constants_bytes}
     if layout.has_secondary:
-        found["secondary"] = padded // layout.span(layout.params_backward) * held
+        found["secondary"] = held(padded // layout.span(layout.params_backward))
     if flat.trainable:
         # Not in the compute dtype, since many micro-batches are summed.
         found["grads"] = 0 if layout.grads_below else padded // layout.span(layout.grads) * summed

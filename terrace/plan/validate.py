@@ -54,6 +54,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     check_stacks(cluster, plan, blocks)
     check_vocabulary(cluster, plan, blocks)
     check_keep(cluster, plan)
+    _check_codes(plan, blocks)
     check_shares(cluster, plan, layout.settled())
     if parse_update(plan.update).takes_whole:
         check_whole_matrices(cluster, plan, blocks)
@@ -183,6 +184,15 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
                 f"heads of {name}{f' on one of {rows} tensor rows' if rows > 1 else ''}: it must divide the heads, "
                 f"and divide the key-value heads or be a multiple of them; use {' or '.join(valid)}, or a ring"
             )
+
+
+def _check_codes(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
+    code = next((param.code for block in blocks for param in block.params if param.code), "")
+    if code and plan.keep.params_below:
+        raise PlanError(
+            f"keep.params = {plan.keep.params!r} beside frozen matrices in {code} (lora.base): a gather decodes them "
+            "from the device's memory; leave one of them out"
+        )
 
 
 def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> None:

@@ -203,6 +203,7 @@ FORMATS = {
 }
 # For matrices held as 8-bit codes (terrace.plan.products), which are sent unchanged.
 CODES = WireFormat("fp8", "e4m3", 8, 3)
+BYTES = "bytes"  # the codec of frozen matrices held in codes (terrace.model.base_formats), which are sent unchanged
 COUNT_FORMAT = WireFormat("int64", "int64", 64, 63)  # for exact counts; plans cannot name it
 
 

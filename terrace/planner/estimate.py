@@ -65,7 +65,7 @@ class Estimator:
     def __init__(self, task: Task) -> None:
         self.task, self.specs, self.split = task, task.kinds.specs, Split(task)
         self.item = FORMATS[task.compute].element_bytes
-        self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task.kinds)
+        self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task.kinds, self.item)
         self._trained = [trained_part(spec, task.blocks) for spec in self.specs]
         self._flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
         self._flash &= task.cluster.device.software.kernels.flash

@@ -15,7 +15,7 @@ from terrace.simulate.links import wired
 
 
 def flat_blocks(task: Task, numels: Numels, mesh: Mesh, blocks: Sequence[int]) -> tuple[BlockSpec, ...]:
-    """Blocks as one rank holds them: one parameter each for trainable, frozen and expert parameters.
+    """Blocks as one rank holds them: one parameter each for trainable, frozen, coded and expert parameters.
 
     A block tied to one of another stage has its own copy of the matrix.
     """
@@ -35,10 +35,10 @@ def flat_blocks(task: Task, numels: Numels, mesh: Mesh, blocks: Sequence[int]) -
     return tuple(found)
 
 
-def _flat_param(size: int, stacked: bool, trainable: bool, stacks: tuple[int, int]) -> ParamSpec:
-    name = ("stacks" if stacked else "all") if trainable else ("frozen stacks" if stacked else "frozen")
+def _flat_param(size: int, stacked: bool, trainable: bool, code: str, stacks: tuple[int, int]) -> ParamSpec:
+    name = ("stacks" if stacked else "all") if trainable else ("frozen stacks" if stacked else f"frozen{code}")
     if not stacked:
-        return ParamSpec(name=name, shape=(size,), trainable=trainable)
+        return ParamSpec(name=name, shape=(size,), trainable=trainable, code=code)
     dims = (*zip(STACK_DIMS, stacks, strict=True), ("hidden", size))
     return ParamSpec(name=name, shape=(*stacks, size), trainable=trainable, dims=dims)
 
@@ -47,7 +47,7 @@ def joined_params(blocks: Sequence[BlockSpec]) -> tuple[ParamSpec, ...]:
     """The parameters of several blocks of `flat_blocks`, merged; none may be a stack."""
     params = [param for block in blocks for param in block.params]
     sizes = {each: sum(param.numel for param in params if param.trainable is each) for each in (True, False)}
-    return tuple(_flat_param(size, False, each, (1, 1)) for each, size in sizes.items() if size or each)
+    return tuple(_flat_param(size, False, each, "", (1, 1)) for each, size in sizes.items() if size or each)
 
 
 def whole_blocks(task: Task, kinds: Sequence[int]) -> tuple[BlockSpec, ...]:

@@ -11,7 +11,7 @@ from terrace.plan.counts import count_hops, num_counts
 from terrace.plan.edges import edge_coding_bytes
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.gaps import part_buffers, part_columns, slices_of
-from terrace.plan.hops import Hop, gather_buffers, hops_coding_bytes, number_bytes, reduce_buffers
+from terrace.plan.hops import Hop, decoding_bytes, gather_buffers, hops_coding_bytes, number_bytes, reduce_buffers
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.layout import INSIDE, Layout, message_tiers
 from terrace.plan.outer import Exchange
@@ -44,7 +44,9 @@ def block_message(
     # A pure gather crosses the outermost tier first.
     if ROUTES[message_class].reduction is None:
         tiers = tiers[::-1]
-    return _collective(message_class, plan, lane, tiers, stage_layout, transfers)
+    message = _collective(message_class, plan, lane, tiers, stage_layout, transfers)
+    decoded = sum(decoding_bytes(plan, flats[each.flat].padded) for each in transfers if each.ranks.code)
+    return replace(message, coding_bytes=message.coding_bytes + decoded) if decoded else message
 
 
 def _of_parts(

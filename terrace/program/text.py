@@ -43,7 +43,8 @@ def _formats(program: Program, instruction: Instruction, tier: str) -> str:
     message = program.message(instruction)
     if message.message_class in BETWEEN_STAGES:
         return program.edge_hop(instruction).wire.name
-    if instruction.block < 0 or not any(flat.is_coded for flat in program.model.flats[instruction.block]):
+    flats = program.model.flats[instruction.block] if instruction.block >= 0 else ()
+    if not any(flat.is_coded or flat.layout.code for flat in flats):
         return program.plan.wire_format(message.message_class, tier).name
     # Codes, and the block's other parameters.
     return ", ".join(dict.fromkeys(hop.wire.name for hop in message.hops if program.layout.tiers[hop.tier] == tier))

@@ -37,7 +37,7 @@ def describe(blocks: Sequence[nn.Module], names: Sequence[str], frozen: Sequence
 
 
 def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tuple[BlockSpec, ...]:
-    """`specs` with the parameter dims and the computations of `declared`, specs of the same blocks.
+    """`specs` with the parameter dims and codes and the computations of `declared`, specs of the same blocks.
 
     Raises `ModelError` if parameters differ in name or shape.
     """
@@ -53,8 +53,8 @@ def with_dims(specs: Sequence[BlockSpec], declared: Sequence[BlockSpec]) -> tupl
                     "mend the declaration"
                 )
         params = tuple(
-            replace(param, dims=dims[param.name].dims, is_expert_bias=dims[param.name].is_expert_bias)
-            for param in spec.params
+            replace(param, dims=own.dims, is_expert_bias=own.is_expert_bias, code=own.code)
+            for param, own in ((param, dims[param.name]) for param in spec.params)
         )
         result.append(replace(other, name=spec.name, params=params, tied_to=spec.tied_to))
     return tuple(result)

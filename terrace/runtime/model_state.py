@@ -174,6 +174,10 @@ def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
 
 
 def _kind_of(spec: FlatParamSpec) -> type[FlatParam]:
+    if spec.layout.code:
+        from terrace.runtime.coded_param import CodedParam  # few runs hold a base in codes
+
+        return CodedParam
     if not spec.is_spread:
         return FlatParam
     from terrace.runtime.table_param import TableParam  # few plans spread a table

@@ -6,12 +6,14 @@ says in `group_of` which parameters belong to them, and returns its tensors as `
 (`terrace/runtime/elementwise.py`); checkpoints then store and restore them under any plan.
 """
 
+from terrace.model.base_formats import BASE_FORMATS
 from terrace.model.params import ParamSpec
 from terrace.plan.update import GALORE, LSP, parse_update
 from terrace.runtime.settings import OptimizerConfig
 
 ADAMW, LION, MUON, FROZEN = "adamw", "lion", "muon", "frozen"
 SGD, SGD_MOMENTUM = "sgd", "sgd+momentum"
+CONSTANTS = "constants"  # of a frozen matrix held in codes, stored beside it
 KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its parameters
     ADAMW: ("master", "exp_avg", "exp_avg_sq"),
     LION: ("master", "momentum"),
@@ -21,7 +23,11 @@ KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its 
     FROZEN: ("frozen",),
     GALORE: ("master",),
     LSP: ("master",),
+    CONSTANTS: ("constants",),
+    **dict.fromkeys(BASE_FORMATS, ("codes",)),
 }
+# Groups without an optimizer; the last ones are of frozen matrices held in codes (terrace.model.base_formats).
+UNTRAINED = (FROZEN, CONSTANTS, *BASE_FORMATS)
 PROJECTION = "projection"  # kind of the state of a whole matrix under GaLore and LSP (terrace.runtime.projected)
 UNSIGNED = ("exp_avg_sq",)  # kinds without negative values
 # Kinds beside these under an outer loop (terrace.runtime.outer_state): one for all islands, and two of each island.
@@ -41,7 +47,7 @@ def is_trained(spec: ParamSpec) -> bool:
 def group_of(spec: ParamSpec, optimizer: OptimizerConfig, in_layer: bool) -> str:
     """The group of a parameter; `in_layer` says that it belongs to a layer, not to the first or last block."""
     if not is_trained(spec):
-        return FROZEN
+        return spec.code or FROZEN
     if parse_update(optimizer.update).takes_whole and not (in_layer and spec.decays):
         return ADAMW
     return optimizer.update

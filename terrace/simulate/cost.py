@@ -89,7 +89,9 @@ class Costs:
     def of_message(self, message: Message) -> tuple[float, float]:
         """(Seconds that a message occupies its lane, its penalty), as `hops_s`."""
         kind = message.message_class, message.ranks is not None and message.ranks.gathers
-        return hops_s(self.program.cluster, message.hops, message.coding_bytes, *kind)
+        seconds, penalty = hops_s(self.program.cluster, message.hops, message.coding_bytes, *kind)
+        # Without peers it has no lane: the device computes nothing while it decodes.
+        return seconds, penalty if message.sends else 1.0
 
     def collective(self, instruction: Instruction) -> tuple[float, int, str, float]:
         """(Seconds, lane, wait category, penalty) of a collective instruction."""

@@ -11,6 +11,7 @@ from terrace.plan.partners import MEMORY, SLOTS, TAIL_BYTES, TIME
 from terrace.plan.plan import Plan
 from terrace.plan.projected import projected_numbers
 from terrace.plan.routes import residual_numels
+from terrace.plan.slices import rank_slices
 from terrace.plan.state_bytes import moments
 from terrace.plan.state_formats import stored_bytes
 from terrace.plan.wire import FORMATS, MessageClass
@@ -47,7 +48,10 @@ def _flat_bytes(plan: Plan, flat: FlatParamSpec, rank: int) -> int:
     part = layout.slice(tier, coordinates, flat.padded)
     owned = max(0, min(int(part.stop), flat.numel) - int(part.start))
     if not flat.trainable:
-        return owned * flat.element_bytes(plan)
+        first = not any(coordinates) and not any(
+            part.start for param in flat.params for part in rank_slices(param, layout.ranks, rank)
+        )
+        return flat.stored_bytes(plan, owned) + flat.constants_bytes * first
     elementwise = owned - max(0, min(int(part.stop), flat.num_orthogonal) - int(part.start))
     states = sum(moments(plan.update, owned, elementwise))
     numbers = projected_numbers(plan.update, flat.orthogonal, part)

@@ -51,6 +51,12 @@ def lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
     return None if table is None else load(LoraConfig, table, FACT)
 
 
+def code_of(checkpoint: Checkpoint) -> str:
+    """The format in which a checkpoint holds the frozen matrices under adapters; empty for plain floats."""
+    lora = lora_of(checkpoint)
+    return (lora.base or "") if lora is not None else ""
+
+
 def pruned_fact(run: RunConfig) -> dict[str, object]:
     """The table of a run's [prune] with what else its masks depend on."""
     table = dump(run.prune)

@@ -20,11 +20,14 @@ MODELS = {
 }
 EMBEDDING, LAYERS, ROUTED = ("embedding.*",), ("layers.*",), ("layers.*.mlp.*",)
 SOME_LAYERS = ("embedding.*", "layers.[01].*")
+CODED = ("nf4",)  # in place of patterns: adapters over a base in codes
 
 
 def frozen_task(model: str, patterns: tuple[str, ...], cluster: str = "dgx 2x3", batch: int = 12) -> Task:
     """Adapters alone train without patterns; with them, the parameters that match none."""
     task = small_task(CLUSTERS[cluster], batch=batch, model=MODELS[model])
+    if patterns == CODED:
+        return adapted(task, "nf4")
     return replace(task, declared=freeze(block_specs(task.model), patterns)) if patterns else adapted(task)
 
 
@@ -32,6 +35,7 @@ def frozen_task(model: str, patterns: tuple[str, ...], cluster: str = "dgx 2x3",
     ("model", "patterns"),
     [
         ("alike", ()),
+        ("alike", CODED),
         ("alike", EMBEDDING),
         ("alike", LAYERS),
         ("alike", SOME_LAYERS),

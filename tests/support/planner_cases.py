@@ -1,7 +1,7 @@
 """Small tasks for tests of the planner."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
@@ -48,9 +48,9 @@ def small_task(cluster: Cluster, batch: int = 8, model: ModelConfig = SMALL) -> 
     return Task(model=model, cluster=cluster, batch=batch, sequence=256, operations=())
 
 
-def adapted(task: Task) -> Task:
-    """The task with adapters of attention alone to train."""
-    lora = LoraConfig(rank=4, targets=("layers.*.attention.*",))
+def adapted(task: Task, base: Literal["nf4"] | None = None) -> Task:
+    """The task with adapters of attention alone to train, over a base in this format."""
+    lora = LoraConfig(rank=4, targets=("layers.*.attention.*",), base=base)
     return replace(task, declared=with_adapters(block_specs(task.model), lora))
 
 

@@ -34,7 +34,8 @@ def misfit_words(missing: Collection[str], unexpected: Collection[str]) -> str:
     if any(map(_QUANTISED.search, unexpected)):
         return (
             "the folder has quantised matrices with their scales, which are not read: give the folder of the model "
-            "before it was quantised, in bf16, fp16 or fp32, or save it dequantised with transformers"
+            "before it was quantised, in bf16, fp16 or fp32, or save it dequantised with transformers; lora.base then "
+            "quantises it in the run"
         )
     if missing and (prefix := _shared_prefix(missing, unexpected)):
         known = [f"{name} of {who}" for name, who in _WRAPPERS.items() if name in prefix]

@@ -4,16 +4,19 @@ A target is the matrix W (out, in) of a linear layer. W is frozen; A (rank, in) 
 
     y = x W^T + b + (alpha / rank) x A^T B^T
 
-Everything except the adapters is frozen: it has the compute dtype, no gradients and no optimizer states. The modules
-are in `terrace.model.lora.modules`.
+Everything except the adapters is frozen: it has no gradients and no optimizer states, and the compute dtype. With a
+`base` all matrices of linear layers, targets or not, are held in that format instead (terrace.model.base_formats).
+The modules are in `terrace.model.lora.modules`.
 """
 
 import fnmatch
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from terrace.base.alike import once_each
 from terrace.base.errors import ConfigError, ModelError, did_you_mean
+from terrace.model.base_formats import BASE_FORMATS
 from terrace.model.params import STACKED, ParamSpec
 from terrace.model.spec import BlockSpec
 
@@ -28,6 +31,7 @@ class LoraConfig:
     rank: int  # of the two matrices of an adapter
     alpha: float = 16.0  # an adapter counts alpha / rank times
     targets: tuple[str, ...] = ("layers.*",)  # patterns over block.parameter: weights of linear layers
+    base: Literal["nf4"] | None = None  # format of the frozen matrices of layers; None: plan.compute
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -71,7 +75,7 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
         f"{block.name}.{param.name}": (block.name, param.name)
         for block in blocks[1:-1]
         for param in block.params
-        if param.decays and param.name.endswith(_WEIGHT) and not _is_routed(param)
+        if _is_linear(param)
     }
     # A pattern without a match is probably a typing error.
     for pattern in lora.targets:
@@ -84,6 +88,10 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
     }
 
 
+def _is_linear(param: ParamSpec) -> bool:
+    return param.decays and param.name.endswith(_WEIGHT) and not _is_routed(param)
+
+
 def _is_routed(param: ParamSpec) -> bool:
     return bool(param.dims) and param.dims[0][0] in (STACKED, "choices", "router")
 
@@ -93,10 +101,11 @@ def with_adapters(blocks: Sequence[BlockSpec], lora: LoraConfig) -> tuple[BlockS
     chosen = targets(blocks, lora)
     _check_rank(blocks, chosen, lora.rank)
     weights = [frozenset(weight for name, weight in chosen if name == block.name) for block in blocks]
+    codes = ["", *[lora.base or ""] * (len(blocks) - 2), ""]  # of the matrices of layers
     # Equal layers keep sharing one tuple of parameters.
     adapted = once_each(
         lambda each: tuple(_adapted(*each, lora.rank)),
-        [(block.params, own) for block, own in zip(blocks, weights, strict=True)],
+        [(block.params, own, code) for block, own, code in zip(blocks, weights, codes, strict=True)],
     )
     return tuple(replace(block, params=params) for block, params in zip(blocks, adapted, strict=True))
 
@@ -114,14 +123,26 @@ def _check_rank(blocks: Sequence[BlockSpec], chosen: Collection[tuple[str, str]]
         )
 
 
-def _adapted(params: Sequence[ParamSpec], weights: frozenset[str], rank: int) -> Iterator[ParamSpec]:
+def _frozen(param: ParamSpec, code: str) -> ParamSpec:
+    if not code or not _is_linear(param):
+        return replace(param, trainable=False)
+    block, in_size = BASE_FORMATS[code].block, param.shape[-1]
+    if in_size % block:
+        raise ModelError(
+            f"lora.base = {code!r} holds rows of matrices in blocks of {block} elements, and {param.name} has rows of "
+            f"{in_size}: leave lora.base out"
+        )
+    return replace(param, trainable=False, code=code)
+
+
+def _adapted(params: Sequence[ParamSpec], weights: frozenset[str], code: str, rank: int) -> Iterator[ParamSpec]:
     pending: list[ParamSpec] = []
     for param in params:
         module = param.name.rpartition(".")[0]
         if pending and pending[0].name.rpartition(".")[0] != module:  # after a bias, if the layer has one
             yield from pending
             pending = []
-        yield replace(param, trainable=False)
+        yield _frozen(param, code)
         if param.name in weights:
             (out_size, in_size), (down, up) = param.shape, adapter_names(param.name)
             out_dim, in_dim = param.dims or (("", out_size), ("", in_size))
