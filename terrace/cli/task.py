@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from terrace.base.errors import ClusterError, ConfigError, PlanError
@@ -70,6 +71,13 @@ def read_task(
     if "lora" not in overrides:
         return task
     return replace(task, declared=with_adapters(task.blocks, load(LoraConfig, overrides["lora"], "lora")))
+
+
+def adapter_words(rest: Sequence[str]) -> str:
+    """The words of `rest` that set keys of [lora], as they were given, behind a space; "" for none."""
+    places = [index for index, word in enumerate(rest) if word.startswith("--lora.")]
+    words = (each for index in places for each in rest[index : index + (1 if "=" in rest[index] else 2)])
+    return "".join(f" {quote(word)}" for word in words)
 
 
 def task_on(cluster: Cluster, *, model: ModelConfig, batch: int, sequence: int, compute: Any = None) -> Task:

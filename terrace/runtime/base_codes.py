@@ -33,7 +33,7 @@ def encode(values: Tensor, code: str) -> tuple[Tensor, Tensor]:
     middles = (points[:-1] + points[1:]) / 2
     flat = values.reshape(num_blocks, form.block)
     for blocks in _chunks(num_blocks, form, _CHUNK["cpu"]):
-        part = flat[blocks].float()
+        part = flat[blocks].to("cpu", torch.float32)
         largest = part.abs().amax(1)
         scales[blocks] = largest
         part = (part * (1.0 / largest.clamp(min=_TINY))[:, None]).clamp_(-1, 1)
