@@ -49,7 +49,7 @@ TABLE: dict[str, Any] = {
     "vocab_size": 11,
     "hidden_size": 128,
     "num_hidden_layers": 2,
-    "intermediate_size": 192,
+    "intermediate_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
@@ -136,7 +136,6 @@ def test_slices_decode_to_slices() -> None:
     for rows, columns in (
         (slice(100, 200), slice(0, 192)),
         (slice(7, 290), slice(64, 128)),
-        (slice(0, 1), slice(128, 192)),
     ):
         out = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.float64)
         part = records[rows, columns.start // 64 * 33 : columns.stop // 64 * 33]
