@@ -44,6 +44,8 @@ from tests.support.toys import MODELS, Model, cluster_of
 from tests.system.test_lora import blocks_with, values_of
 
 Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+POINTS = np.array(BASE_FORMATS["nf4"].points, dtype=np.float32)
 BASE = LoraConfig(rank=2, alpha=3.0, base="nf4")
 TABLE: dict[str, Any] = {
     "model_type": "llama",
@@ -75,17 +77,18 @@ def dynamic_points() -> Floats:
     return np.array([*found[:-1], 1.0]).astype(np.float32)
 
 
-def nearest(values: Floats, points: Floats) -> npt.NDArray[np.int64]:
+def nearest(values: Floats, points: Floats) -> Integers:
     """Index of the nearest point to each value, the lower one of two at the same distance, by trying all of them."""
     middles = ((points[1:] + points[:-1]) / np.float32(2)).astype(np.float32)
-    return (values[..., None] > middles).sum(-1)
+    found: Integers = (values[..., None] > middles).sum(-1)
+    return found
 
 
-def coded(matrix: Floats) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Floats, np.float32]:
+def coded(matrix: Floats) -> tuple[Integers, Integers, Floats, np.float32]:
     """Indices of elements, signed codes of scales, constants of groups and the mean, from the definition."""
-    points, blocks = np.float32(BASE_FORMATS["nf4"].points), matrix.reshape(-1, 64)
-    scales = np.abs(blocks).max(1)
-    indices = nearest(np.clip(blocks * (np.float32(1) / np.maximum(scales, np.float32(1e-38)))[:, None], -1, 1), points)
+    blocks = matrix.reshape(-1, 64)
+    scales: Floats = np.abs(blocks).max(1)
+    indices = nearest(np.clip(blocks * (np.float32(1) / np.maximum(scales, np.float32(1e-38)))[:, None], -1, 1), POINTS)
     mean = np.float32(scales.astype(np.float64).mean())
     codes, constants = [], []
     for start in range(0, len(scales), 256):
@@ -103,7 +106,8 @@ def plain(matrix: Floats) -> Floats:
     indices, codes, constants, mean = coded(matrix)
     found = dynamic_points()[np.abs(codes)] * np.sign(codes).astype(np.float32)
     scales = found * np.repeat(constants, 256)[: len(codes)] + mean
-    return (np.float32(BASE_FORMATS["nf4"].points)[indices] * scales[:, None]).reshape(matrix.shape)
+    values: Floats = POINTS[indices] * scales[:, None]
+    return values.reshape(matrix.shape)
 
 
 def matrices() -> list[Tensor]:
@@ -116,7 +120,7 @@ def matrices() -> list[Tensor]:
 
 
 def test_points_are_quantiles_of_the_normal_distribution() -> None:
-    assert np.allclose(nf4_points(), np.float32(BASE_FORMATS["nf4"].points), atol=1e-6)
+    assert np.allclose(nf4_points(), POINTS, atol=1e-6)
 
 
 @pytest.mark.parametrize("matrix", matrices(), ids=lambda each: "x".join(map(str, each.shape)))
