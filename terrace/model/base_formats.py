@@ -24,7 +24,7 @@ CONSTANT_BYTES = 4  # fp32
 
 @dataclass(frozen=True)
 class BaseFormat:
-    """`points` from -1 to 1 in ascending order, whose indices have `bits` bits; `block` elements share a scale."""
+    """2^bits `points` from -1 to 1, in ascending order; `block` elements share a scale."""
 
     points: tuple[float, ...]
     bits: int
