@@ -11,11 +11,13 @@ from torch import Tensor
 
 from terrace.base.boxes import Box, numel, sizes, whole, within
 from terrace.checkpoint.islands import HEARD, MARKS, NUMBERS, NUMBERS_BLOCK, TOLD, own_name
-from terrace.checkpoint.layout import constants_name
+from terrace.checkpoint.layout import BlockLayout, constants_name
+from terrace.model.base_formats import BASE_FORMATS
 from terrace.plan.holdings import Slices, flat_boxes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
+from terrace.runtime.base_codes import decoded
 from terrace.runtime.coded_param import CodedParam
 from terrace.runtime.elementwise import StatePart
 from terrace.runtime.flat_param import FlatParam
@@ -122,6 +124,17 @@ def parts_of(
         for state in whole_states(flat.optimizer):
             if (is_first and state.is_first) or not first:
                 yield flat.name, _whole(flat, state)
+
+
+def plain_values(layout: BlockLayout, found: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """(parameter, value) of a block's whole parameters, `found` by kind; those held in codes are decoded, to fp32."""
+    for name, kinds in found.items():
+        group, _ = layout[name]
+        for value in kinds.values():
+            if group in BASE_FORMATS:
+                yield name, decoded(value, found[constants_name(name)][CONSTANTS], group)
+            elif group != CONSTANTS:
+                yield name, value
 
 
 def _constants(flat: CodedParam) -> Iterator[BoxValues]:

@@ -25,7 +25,6 @@ from terrace.checkpoint.layout import (
     Files,
     check_model,
     complete,
-    constants_name,
     decode,
     folder_name,
     is_checkpoint_name,
@@ -36,20 +35,18 @@ from terrace.checkpoint.layout import (
     stored_note,
     tensor_name,
 )
-from terrace.checkpoint.parts import CHOICES, COUNTS, BoxValues, choices_of, held, parts_of, slices_of
+from terrace.checkpoint.parts import CHOICES, COUNTS, BoxValues, choices_of, held, parts_of, plain_values, slices_of
 from terrace.checkpoint.reshard import MissingElements, reshard
 from terrace.checkpoint.residuals import restore_residuals
-from terrace.model.base_formats import BASE_FORMATS
 from terrace.model.spec import BlockSpec
 from terrace.plan.counts import num_choices
 from terrace.plan.holdings import Slices
-from terrace.runtime.base_codes import decoded
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.loss_scale import LossScale
 from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite
 from terrace.runtime.outer_numbers import OuterNumbers
-from terrace.runtime.states import CONSTANTS, OUTER_MOMENTUM, UNTRAINED
+from terrace.runtime.states import OUTER_MOMENTUM, UNTRAINED
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
@@ -204,21 +201,11 @@ class Checkpoint:
         return found
 
     def parameters(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(block, parameter, master value) of the whole model, with one block in memory at a time.
-
-        Frozen matrices held in codes are decoded, to fp32.
-        """
+        """(block, parameter, master value) of the whole model, a block at a time; those held in codes are decoded."""
         # The first kind of each group is the parameter's value.
         first = {kinds[0] for kinds in self.groups.values()}
         for block, layout in self.layout.items():
-            found = self.read(block, first)
-            for name, values in found.items():
-                group, _ = layout[name]
-                for value in values.values():
-                    if group in BASE_FORMATS:
-                        yield block, name, decoded(value, found[constants_name(name)][CONSTANTS], group)
-                    elif group != CONSTANTS:
-                        yield block, name, value
+            yield from ((block, name, value) for name, value in plain_values(layout, self.read(block, first)))
 
     def _stored(
         self, block: str, wanted: Sequence[tuple[str, Box, Collection[str]]]

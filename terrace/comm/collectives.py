@@ -25,7 +25,6 @@ run concurrently. Every function here blocks (or, on CUDA, enqueues on the curre
 them asynchronous.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
@@ -34,44 +33,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from terrace.comm import codecs
+from terrace.comm.arena import Arena
 from terrace.comm.codecs import packed
 from terrace.comm.exchange import all_gather, as_bytes
 from terrace.comm.groups import TierGroup, TierGroups
 from terrace.comm.ledger import Ledger, Meter
 from terrace.comm.pace import UNPACED, Pace
 from terrace.comm.rounding import ErrorLog, Origin
-from terrace.plan.hops import ARENA_ALIGNMENT, Hop, arena_bytes, encodings, sends_copies
+from terrace.plan.hops import Hop, encodings, sends_copies
 from terrace.plan.layout import INSIDE, Layout
 from terrace.plan.plan import Plan
 from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import BYTES, CODES, SCALE_BYTES, MessageClass
 from terrace.program.message import Transfer
-
-
-class Arena:
-    """Buffers of one collective, in memory shared by all collectives of a lane."""
-
-    def __init__(self, device: torch.device, meter: Meter) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self._meter = meter
-        self._used = 0
-
-    def begin(self, sizes: Sequence[int]) -> None:
-        """Reserve buffers of `sizes` bytes. Invalidates all buffers taken before."""
-        needed, self._used = arena_bytes(sizes), 0
-        if needed > self._memory.numel():
-            self._meter.add("buffers", needed - self._memory.numel())
-            self._memory = self._memory.new_empty(0)  # freed before its successor is allocated
-            self._memory = self._memory.new_empty(needed)
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next buffer, uninitialised."""
-        size = math.prod(shape) * dtype.itemsize
-        start, self._used = self._used, self._used + arena_bytes([size])
-        assert self._used <= self._memory.numel(), f"a collective took {self._used} bytes but announced fewer"
-        assert start % ARENA_ALIGNMENT == 0, "buffers lie aligned"
-        return self._memory[start : start + size].view(dtype).view(*shape)
-
 
 # Codes travel, and are added to no sum, as bytes. A packed message carries bf16.
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -138,10 +112,7 @@ class Collectives:
         whole.copy_(packed.view(whole.shape))
 
     def gather_bytes(self, transfer: Transfer, own: Tensor, part: Callable[[int], slice], origin: Origin) -> Tensor:
-        """The records of all ranks, uint8, valid until the lane's next collective; without peers `own` itself.
-
-        `part` maps a tier to the bytes that are this rank's piece.
-        """
+        """The bytes of all ranks, valid until the lane's next collective; `part` maps a tier to this rank's piece."""
         if not transfer.gathering:
             return own
         arena = self._arenas[transfer.lane]

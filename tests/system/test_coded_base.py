@@ -37,11 +37,11 @@ from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build_stages
 from terrace.runtime.base_codes import decode, decoded, encode
+from tests.support.adapted_blocks import blocks_with, values_of
 from tests.support.nightly import nightly
 from tests.support.parity import Case, Outcome, case_words, check, exact, train
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
 from tests.support.toys import MODELS, Model, cluster_of
-from tests.system.test_lora import blocks_with, values_of
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]

@@ -19,15 +19,14 @@ from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World
 from terrace.model.blocks import block_specs
-from terrace.model.config import ModelConfig, parse_model
+from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.pretrained import write_pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import LoraConfig, is_adapter, with_adapters
-from terrace.model.lora.modules import Value, add_adapters, merged
+from terrace.model.lora.modules import add_adapters, merged
 from terrace.model.lora.peft import write_adapter
-from terrace.model.spec import BlockSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
@@ -37,6 +36,7 @@ from terrace.train.adapted import merged_values
 from terrace.train.config import run_toml
 from terrace.train.resolve import parse_run, resolve
 from terrace.train.trained import load_blocks
+from tests.support.adapted_blocks import blocks_with, values_of
 from tests.support.nightly import nightly
 from tests.support.parity import Case, Outcome, check, exact, train
 from tests.support.state_formula import model_state_bytes
@@ -56,30 +56,6 @@ SOME = LoraConfig(rank=3, alpha=6.0, targets=("layers.0.attention.*", "*.attenti
 EXPERTS = ExpertsConfig(num_experts=4, per_token=2, intermediate_size=5, shared_size=6, dense_layers=(0,))
 OF_MIXTURE = LoraConfig(rank=2, alpha=5.0, targets=("*.attention.*", "*.shared.*", "layers.0.mlp.*"))
 EVERY = LoraConfig(rank=2, alpha=3.0)
-
-
-def values_of(config: ModelConfig, lora: LoraConfig) -> dict[tuple[str, str], Tensor]:
-    """Values in fp64, with adapters that do something."""
-    generator = torch.Generator().manual_seed(1)
-    return {
-        (block.name, param.name): torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.3
-        for block in with_adapters(block_specs(config), lora)
-        for param in block.params
-    }
-
-
-def blocks_with(config: ModelConfig, lora: LoraConfig | None, value: Value) -> list[nn.Module]:
-    """Blocks on the CPU in fp64, with adapters or without."""
-    blocks = build_blocks(config, "cpu", torch.float64)
-    specs: tuple[BlockSpec, ...] = block_specs(config)
-    if lora is not None:
-        add_adapters(blocks, config, lora)
-        specs = with_adapters(specs, lora)
-    with torch.no_grad():
-        for spec, block in zip(specs, blocks, strict=True):
-            for param in spec.params:
-                block.get_parameter(param.name).copy_(value(spec.name, param.name))
-    return blocks
 
 
 def _model(family: str, lora: LoraConfig, experts: ExpertsConfig | None = None, **table: Any) -> Model:
