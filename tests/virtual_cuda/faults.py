@@ -192,7 +192,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     # Devices of what is made
     "a buffer of messages is on the host": Damage(
-        "terrace.comm.collectives:Arena.__init__", ", device=device", "", "zero1", Kind.MEMORY
+        "terrace.comm.arena:Arena.__init__", ", device=device", "", "zero1", Kind.MEMORY
     ),
     "an activation arrives on the host": Damage(
         "terrace.runtime.activations:Activations.receive", ", device=self._device", "", "stages", Kind.MEMORY
