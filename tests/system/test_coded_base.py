@@ -168,7 +168,7 @@ def coded_model(**table: Any) -> tuple[Model, Model]:
     return build_of(values), build_of(held)
 
 
-_NAMES = {"coded base": {}, "deep coded base": {"num_hidden_layers": 4}}
+_NAMES: dict[str, dict[str, Any]] = {"coded base": {}, "deep coded base": {"num_hidden_layers": 4}}
 _RAW = {name: coded_model(**table) for name, table in _NAMES.items()}
 MODELS |= {name: held for name, (_, held) in _RAW.items()}  # of the reference in one process
 
