@@ -65,7 +65,8 @@ def nf4_points() -> Floats:
     above = [quantile(p) for p in np.linspace(most, 0.5, 9)[:-1]]
     below = [-quantile(p) for p in np.linspace(most, 0.5, 8)[:-1]]
     found = np.array(sorted([*above, 0.0, *below]))
-    return (found / np.abs(found).max()).astype(np.float32)
+    points: Floats = (found / np.abs(found).max()).astype(np.float32)
+    return points
 
 
 def dynamic_points() -> Floats:
