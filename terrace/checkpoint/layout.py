@@ -51,6 +51,7 @@ from terrace.runtime.states import (
     KINDS,
     OUTER_MOMENTUM,
     UNTRAINED,
+    constants_name,
     group_of,
     is_trained,
     kinds_of,
@@ -173,11 +174,6 @@ def block_layouts(blocks: Sequence[BlockSpec], optimizer: OptimizerConfig) -> di
         | {constants_name(param.name): (CONSTANTS, [param.num_constants]) for param in block.params if param.code}
         for index, block in enumerate(blocks)
     }
-
-
-def constants_name(parameter: str) -> str:
-    """Name of the constants of a frozen matrix held in codes."""
-    return f"{parameter}.{CONSTANTS}"
 
 
 def tensor_name(block: str, parameter: str, box: Box, kind: str) -> str:

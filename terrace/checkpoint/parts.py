@@ -11,20 +11,17 @@ from torch import Tensor
 
 from terrace.base.boxes import Box, numel, sizes, whole, within
 from terrace.checkpoint.islands import HEARD, MARKS, NUMBERS, NUMBERS_BLOCK, TOLD, own_name
-from terrace.checkpoint.layout import BlockLayout, constants_name
 from terrace.model.base_formats import BASE_FORMATS
 from terrace.plan.holdings import Slices, flat_boxes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
-from terrace.runtime.base_codes import decoded
-from terrace.runtime.coded_param import CodedParam
 from terrace.runtime.elementwise import StatePart
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.projected import WholeState, whole_states
-from terrace.runtime.states import CONSTANTS, FROZEN, PROJECTION, kinds_of
+from terrace.runtime.states import CONSTANTS, FROZEN, PROJECTION, constants_name, kinds_of
 
 CHOICES, COUNTS = "mlp.router.choices", "counts"  # of routers in the last step, beside the parameters
 
@@ -72,8 +69,7 @@ def held(flat: FlatParam, *, own: bool = True) -> Iterator[Held]:
     if not flat.spec.trainable:
         # Frozen parameters stay on the parameters' tier. The optimizer has no state of them but those below the device.
         (kind,) = kinds_of(flat.layout.code or FROZEN)
-        if isinstance(flat, CodedParam):
-            start = flat.bytes_of(flat.part(tier)).start
+        start = flat.stored_start(tier)
         for state in flat.optimizer.states:
             for elements in state.windows(flat.padded):
                 at = start + elements.start
@@ -118,27 +114,30 @@ def parts_of(
         for each in held(flat, own=own):
             if each.is_first or not first:
                 yield from ((flat.name, part) for part in _parts(each, slices))
-        if isinstance(flat, CodedParam):
-            yield from ((flat.name, part) for part in _constants(flat) if flat.holds_first or not first)
+        yield from ((flat.name, part) for part in _constants(flat) if flat.holds_first or not first)
         is_first = flat.is_first(flat.layout.optimizer)
         for state in whole_states(flat.optimizer):
             if (is_first and state.is_first) or not first:
                 yield flat.name, _whole(flat, state)
 
 
-def plain_values(layout: BlockLayout, found: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def plain_values(
+    layout: Mapping[str, tuple[str, list[int]]], found: Mapping[str, Mapping[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
     """(parameter, value) of a block's whole parameters, `found` by kind; those held in codes are decoded, to fp32."""
     for name, kinds in found.items():
         group, _ = layout[name]
         for value in kinds.values():
             if group in BASE_FORMATS:
+                from terrace.runtime.base_codes import decoded  # few checkpoints have codes
+
                 yield name, decoded(value, found[constants_name(name)][CONSTANTS], group)
             elif group != CONSTANTS:
                 yield name, value
 
 
-def _constants(flat: CodedParam) -> Iterator[BoxValues]:
-    for param, values in zip(flat.spec.params, flat.constants, strict=True):
+def _constants(flat: FlatParam) -> Iterator[BoxValues]:
+    for param, values in zip(flat.spec.params, flat.constants, strict=False):
         name = constants_name(param.name)
         yield BoxValues(parameter=name, box=whole(values.shape), values={CONSTANTS: values})
 

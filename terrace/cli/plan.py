@@ -281,8 +281,7 @@ def _show(
         whole, plan, shown = replace(loop.task, cluster=cluster), loop.plan, loop.estimate
     if deal is not None:
         whole, plan, shown = deal.task, deal.plan, deal.estimate
-    # First, so that nothing is lost where the tables are cut off.
-    outcome = _write(whole, plan, shown, options, answers.adapters)
+    outcome = _write(whole, plan, shown, options, answers.adapters)  # first: the tables may be cut off
     print(f"{filled(task_words(whole))}\n")
     of = "" if loop is None else "of an island "
     first = ties.best[: options.best]

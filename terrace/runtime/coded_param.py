@@ -73,6 +73,10 @@ class CodedParam(FlatParam):
             row, column = (part.start for part in place)
             decode(codes.view(param.stored.shape), constants, self.code, out, (row, column), param.whole_shape[1])
 
+    def stored_start(self, tier: int) -> int:
+        """The first byte of this rank's records on `tier`."""
+        return int(self.bytes_of(self.part(tier)).start)
+
     def bytes_of(self, elements: slice) -> slice:
         """The bytes of the records of elements of the buffer."""
         return slice(self._form.coded_bytes(elements.start), self._form.coded_bytes(elements.stop))

@@ -5,7 +5,7 @@ The module's parameters are views of the storage. Freeing releases its memory an
 version counter, and a refill would look like an illegal in-place change.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -49,6 +49,10 @@ class FlatParam(RankSlices):
     first: they take weight decay. If parameters are kept below the device, `shard` has memory on the device only from
     an update until it is written, and `resting` holds the one object that moves it.
     """
+
+    # Of frozen matrices held in codes (terrace.runtime.coded_param): constants, and whether this rank stores them.
+    constants: Sequence[Tensor] = ()
+    holds_first = False
 
     def __init__(
         self,
@@ -132,6 +136,10 @@ class FlatParam(RankSlices):
         self._meter.add("params", 0 if below.params else self.shard.nbytes)
         self._meter.add("secondary", self.secondary.nbytes if self.secondary is not None else 0)
         self._meter.add("outer", sum(each.nbytes for each in self.outer_states))
+
+    def stored_start(self, tier: int) -> int:
+        """Where this rank's slice on `tier` begins in the buffer as it is stored."""
+        return int(self.part(tier).start)
 
     def windows(self) -> Iterator[AbstractContextManager[None]]:
         """Contexts in which a checkpoint sets the states, a part of them at a time."""

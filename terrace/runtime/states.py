@@ -26,6 +26,13 @@ KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its 
     CONSTANTS: ("constants",),
     **dict.fromkeys(BASE_FORMATS, ("codes",)),
 }
+
+
+def constants_name(parameter: str) -> str:
+    """Name of the constants of a frozen matrix held in codes."""
+    return f"{parameter}.{CONSTANTS}"
+
+
 # Groups without an optimizer; the last ones are of frozen matrices held in codes (terrace.model.base_formats).
 UNTRAINED = (FROZEN, CONSTANTS, *BASE_FORMATS)
 PROJECTION = "projection"  # kind of the state of a whole matrix under GaLore and LSP (terrace.runtime.projected)
