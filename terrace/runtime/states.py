@@ -26,13 +26,6 @@ KINDS: dict[str, tuple[str, ...]] = {  # group -> kinds of state of each of its 
     CONSTANTS: ("constants",),
     **dict.fromkeys(BASE_FORMATS, ("codes",)),
 }
-
-
-def constants_name(parameter: str) -> str:
-    """Name of the constants of a frozen matrix held in codes."""
-    return f"{parameter}.{CONSTANTS}"
-
-
 # Groups without an optimizer; the last ones are of frozen matrices held in codes (terrace.model.base_formats).
 UNTRAINED = (FROZEN, CONSTANTS, *BASE_FORMATS)
 PROJECTION = "projection"  # kind of the state of a whole matrix under GaLore and LSP (terrace.runtime.projected)
@@ -44,6 +37,11 @@ OUTER_MOMENTUM, OUTER_START, OUTER_MESSAGE = "outer_momentum", "outer_start", "o
 def kinds_of(group: str) -> tuple[str, ...]:
     """The kinds of state of a group. Names of groups of projected matrices end in numbers (terrace.plan.update)."""
     return KINDS[group.partition(":")[0]]
+
+
+def constants_name(parameter: str) -> str:
+    """Name of the constants of a frozen matrix held in codes."""
+    return f"{parameter}.{CONSTANTS}"
 
 
 def is_trained(spec: ParamSpec) -> bool:
