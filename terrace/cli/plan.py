@@ -22,16 +22,7 @@ from terrace.cli.files import check_count, write_file
 from terrace.cli.lines import Plan as PlanLine
 from terrace.cli.no_plan import axes_words, nothing_words
 from terrace.cli.overrides import parse_overrides
-from terrace.cli.task import (
-    adapter_words,
-    as_option,
-    check_output,
-    check_price,
-    read_task,
-    software_words,
-    task_words,
-    with_axes,
-)
+from terrace.cli.task import as_option, check_output, check_price, read_task, software_words, task_words, with_axes
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.plan.plan import Plan
@@ -182,8 +173,7 @@ def _search(options: argparse.Namespace, rest: Sequence[str], kept_bytes: int = 
         beside = (taught.words(plan),)
     used = *beside, chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
     deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins, allowed)
-    told, adapters = (unequal_words(given.cluster, deal), *used), adapter_words(rest)
-    answers = Answers(tokens, options.price, own, told, stored, rooms, adapters)
+    answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored, rooms)
     _show(options, searched, ties, allowed, plan, loop, answers, deal, named)
     return 0
 
@@ -251,7 +241,7 @@ class Answers(NamedTuple):
 
     `own` compares the user's own plan. `used` and `stored` are lines on whether the search used what the user allowed:
     narrow tensor messages and 8-bit products, and narrow optimizer states. `rooms`: the fastest plan for each headroom,
-    where it was found before; else empty. `adapters` are the words of the run's [lora], to be given again.
+    where it was found before; else empty.
     """
 
     tokens: int | None
@@ -260,7 +250,6 @@ class Answers(NamedTuple):
     used: tuple[str, ...]
     stored: str
     rooms: Sequence[Headroom]
-    adapters: str
 
 
 def _show(
@@ -281,7 +270,7 @@ def _show(
         whole, plan, shown = replace(loop.task, cluster=cluster), loop.plan, loop.estimate
     if deal is not None:
         whole, plan, shown = deal.task, deal.plan, deal.estimate
-    outcome = _write(whole, plan, shown, options, answers.adapters)  # first: the tables may be cut off
+    outcome = _write(whole, plan, shown, options)  # first, so that nothing is lost where the tables are cut off
     print(f"{filled(task_words(whole))}\n")
     of = "" if loop is None else "of an island "
     first = ties.best[: options.best]
@@ -370,7 +359,7 @@ def _show_figures(task: Task, plan: Plan, shown: Estimate, band: Band, console: 
     console.print(sent_table(sent, dict.fromkeys(message for message, _ in sent), tiers))
 
 
-def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace, adapters: str) -> str:
+def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace) -> str:
     # The planner also prices plans that the runtime cannot train yet.
     refused = refusal(task.cluster, plan, task.blocks)
     name = " ".join(task.cluster.name.split())  # a comment ends with its line
@@ -385,11 +374,11 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace,
     write_file("--out", options.out, sealed_toml(head + tomli_w.dumps(table)))
     from terrace.launch.called import called  # here, as below: --help needs none of it
 
-    look = f"to look at its step: {called()} simulate {quote(str(options.out))}{as_option(task.cluster)}{adapters}"
+    look = f"to look at its step: {called()} simulate {quote(str(options.out))}{as_option(task.cluster)}"
     if refused is not None:
         said = filled(f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}")
         return f"{said}\n{look}"
-    return f"wrote {options.out}\n{_to_train(task.cluster, options.out, adapters)}\n{look}"
+    return f"wrote {options.out}\n{_to_train(task.cluster, options.out)}\n{look}"
 
 
 def _chosen(task: Task, best: Estimate) -> Plan:
@@ -397,10 +386,10 @@ def _chosen(task: Task, best: Estimate) -> Plan:
     return replace(plan_of(task, best.candidate), **best.chosen)
 
 
-def _to_train(cluster: Cluster, path: Path, adapters: str) -> str:
+def _to_train(cluster: Cluster, path: Path) -> str:
     from terrace.launch.called import called
 
-    command = f"train --plan {quote(str(path))}{adapters}"
+    command = f"train --plan {quote(str(path))}"
     if cluster.device.type == "cpu" or cluster.world_size == 1:
         return f"to train: {called()} {command}"
     nodes = num_machines(cluster)

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from terrace.base.errors import ClusterError, ConfigError, PlanError
@@ -20,7 +19,7 @@ from terrace.cluster.software import OWN
 from terrace.model.blocks import num_active_params
 from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.facts import family_of, is_dense
-from terrace.model.lora.config import LoraConfig, with_adapters
+from terrace.model.lora.config import LoraConfig, is_adapter, with_adapters
 from terrace.model.spec import BlockSpec
 from terrace.plan.as_software import axes_of, reductions
 from terrace.plan.plan import AXES, FUSED, precision_of
@@ -73,13 +72,6 @@ def read_task(
     return replace(task, declared=with_adapters(task.blocks, load(LoraConfig, overrides["lora"], "lora")))
 
 
-def adapter_words(rest: Sequence[str]) -> str:
-    """The words of `rest` that set keys of [lora], as they were given, behind a space; "" for none."""
-    places = [index for index, word in enumerate(rest) if word.startswith("--lora.")]
-    words = (each for index in places for each in rest[index : index + (1 if "=" in rest[index] else 2)])
-    return "".join(f" {quote(word)}" for word in words)
-
-
 def task_on(cluster: Cluster, *, model: ModelConfig, batch: int, sequence: int, compute: Any = None) -> Task:
     """A task in the dtype `compute`, by default the faster one of the device."""
     # As a run that names no dtype: terrace.plan.presets.command_plan.
@@ -116,6 +108,8 @@ def task_words(task: Task) -> str:
     """Two-line summary of a task."""
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     narrow = "" if task.messages is None else f", parameters and gradients sent in {task.messages}"
+    if any(is_adapter(param.name) for block in task.declared for param in block.params):
+        narrow += "; adapters train: give train and simulate the same --lora keys"
     return (
         f"{decoder_words(task.model, task.blocks)}, {counted(task.batch, 'sequence')} x "
         f"{counted(task.sequence, 'token')} a step, in {task.compute}{narrow}\n"
