@@ -6,6 +6,7 @@ Used by writing, reading and resharding.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,11 +18,13 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
 from terrace.program.program import Program
 from terrace.runtime.elementwise import StatePart
-from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.outer_state import OuterState
 from terrace.runtime.projected import WholeState, whole_states
 from terrace.runtime.states import CONSTANTS, FROZEN, PROJECTION, constants_name, kinds_of
+
+if TYPE_CHECKING:
+    from terrace.runtime.flat_param import FlatParam
 
 CHOICES, COUNTS = "mlp.router.choices", "counts"  # of routers in the last step, beside the parameters
 
@@ -33,7 +36,7 @@ class Held:
     Of frozen matrices held in codes these are bytes of records.
     """
 
-    flat: FlatParam
+    flat: "FlatParam"
     start: int
     values: Mapping[str, Tensor]
     is_first: bool  # of the ranks that hold the same: the one that writes
@@ -54,7 +57,7 @@ def slices_of(mesh: Mesh, rank: int) -> Slices:
     return partial(rank_slices, mesh=mesh, rank=rank)
 
 
-def held(flat: FlatParam, *, own: bool = True) -> Iterator[Held]:
+def held(flat: "FlatParam", *, own: bool = True) -> Iterator[Held]:
     """State of a flat parameter that a checkpoint stores: the optimizer's slice, or the frozen values.
 
     Of rows that are kept below the device one part is in memory at a time.
@@ -86,7 +89,7 @@ def held(flat: FlatParam, *, own: bool = True) -> Iterator[Held]:
         yield Held(flat=flat, start=at, values=model, is_first=is_first)
 
 
-def is_in_blocks(flat: FlatParam) -> bool:
+def is_in_blocks(flat: "FlatParam") -> bool:
     """Whether states of a flat parameter are in 8-bit blocks, so that parts of it hold decoded copies."""
     return any(state.is_coded for state in flat.optimizer.states)
 
@@ -104,7 +107,7 @@ def _anchored(outer: OuterState, part: StatePart, *, at_anchor: bool) -> tuple[d
 
 
 def parts_of(
-    flats: Iterable[FlatParam], slices: Slices, *, first: bool = False, own: bool = True
+    flats: Iterable["FlatParam"], slices: Slices, *, first: bool = False, own: bool = True
 ) -> Iterator[tuple[str, BoxValues]]:
     """(block, part) for every box of whole parameters that a rank holds in `flats`; `own` as for `held`.
 
@@ -136,13 +139,13 @@ def plain_values(
                 yield name, value
 
 
-def _constants(flat: FlatParam) -> Iterator[BoxValues]:
+def _constants(flat: "FlatParam") -> Iterator[BoxValues]:
     for param, values in zip(flat.spec.params, flat.constants, strict=False):
         name = constants_name(param.name)
         yield BoxValues(parameter=name, box=whole(values.shape), values={CONSTANTS: values})
 
 
-def _whole(flat: FlatParam, state: WholeState) -> BoxValues:
+def _whole(flat: "FlatParam", state: WholeState) -> BoxValues:
     name = state.name.removeprefix(f"{flat.name}.")
     return BoxValues(parameter=name, box=whole(state.numbers.shape), values={PROJECTION: state.numbers})
 

@@ -41,15 +41,15 @@ from terrace.checkpoint.residuals import restore_residuals
 from terrace.model.spec import BlockSpec
 from terrace.plan.counts import num_choices
 from terrace.plan.holdings import Slices
-from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.loss_scale import LossScale
-from terrace.runtime.model_state import ModelState
 from terrace.runtime.norm import is_finite
 from terrace.runtime.outer_numbers import OuterNumbers
 from terrace.runtime.states import OUTER_MOMENTUM, UNTRAINED
 
 if TYPE_CHECKING:
     from terrace.runtime.engine import Engine
+    from terrace.runtime.flat_param import FlatParam
+    from terrace.runtime.model_state import ModelState
 
 _NUM_READERS = 8
 _MOST_BYTES = 1 << 30  # of a manifest, which lists the pieces of every rank
@@ -304,7 +304,7 @@ def lacks_choices(checkpoint: Checkpoint, blocks: Iterable[BlockSpec]) -> bool:
     return any(num_choices(block) and not checkpoint.has(block.name, CHOICES) for block in blocks)
 
 
-def restore(state: ModelState, checkpoint: Checkpoint) -> str:
+def restore(state: "ModelState", checkpoint: Checkpoint) -> str:
     """Load this rank's parameters, optimizer state and error-feedback residuals.
 
     Every rank calls this, and `Engine.refresh` afterwards: the checkpoint holds master values, so working copies are
@@ -345,7 +345,7 @@ def not_finite(where: Path, name: str, kind: str = "") -> CheckpointError:
     return CheckpointError(f"{where}: {what} holds inf or nan: use a checkpoint or weights from before")
 
 
-def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False) -> None:
+def restore_flat(flat: "FlatParam", checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False) -> None:
     """Load a flat parameter's state. `slices` gives the rank's slice of each parameter. Padding is zeroed.
 
     With `goes_on` the island's own state is loaded too; otherwise an island starts from the anchor.
@@ -368,7 +368,9 @@ def restore_flat(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goe
         (outer.go_on if goes_on else outer.begin_again)()
 
 
-def wanted_parts(flat: FlatParam, checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False) -> list[BoxValues]:
+def wanted_parts(
+    flat: "FlatParam", checkpoint: Checkpoint, slices: Slices, *, goes_on: bool = False
+) -> list[BoxValues]:
     """The parts of a flat parameter that a rank reads from a checkpoint; `goes_on` as for `restore_flat`."""
     parts = [part for _, part in parts_of([flat], slices, own=goes_on)]
     if not checkpoint.islands.momentum:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import safetensors
 from torch import Tensor
@@ -23,8 +24,10 @@ from terrace.plan.plan import OF_STACKS
 from terrace.plan.routes import between_two, residual_numels
 from terrace.plan.wire import CHANGES, FED_BACK, GRADIENTS, MessageClass
 from terrace.program.program import Program
-from terrace.runtime.flat_param import FlatParam
-from terrace.runtime.model_state import ModelState
+
+if TYPE_CHECKING:
+    from terrace.runtime.flat_param import FlatParam
+    from terrace.runtime.model_state import ModelState
 
 _PREFIX = "feedback"
 
@@ -33,7 +36,7 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def named_residuals(flats: Iterable[FlatParam], edges: Iterable[Origin]) -> Iterator[tuple[str, Tensor]]:
+def named_residuals(flats: Iterable["FlatParam"], edges: Iterable[Origin]) -> Iterator[tuple[str, Tensor]]:
     """(name in the file, residual) of all residuals so far.
 
     `edges` are the origins of the messages that blocks send to other stages.
@@ -43,7 +46,7 @@ def named_residuals(flats: Iterable[FlatParam], edges: Iterable[Origin]) -> Iter
             yield f"{prefix}/{message.value}/{tier}/{leg}", values
 
 
-def num_bytes(program: Program, flats: Iterable[FlatParam]) -> int:
+def num_bytes(program: Program, flats: Iterable["FlatParam"]) -> int:
     """Bytes of a rank's residuals once every message has been sent; 0 without error feedback."""
     of_states = sum(
         sum(residual_numels(flat.layout, program.plan, flat.padded)) for flat in flats if flat.spec.trainable
@@ -100,7 +103,7 @@ def _pairs(program: Program) -> list[str]:
     return sorted(found)
 
 
-def restore_residuals(state: ModelState, folder: Path, stored: str) -> str:
+def restore_residuals(state: "ModelState", folder: Path, stored: str) -> str:
     """Load this rank's residuals from a checkpoint's `folder`, whose manifest has the digest `stored`.
 
     Returns a note if the plan has residuals that the checkpoint does not provide. Raises `CheckpointError` for an
@@ -134,7 +137,7 @@ def _hop(message: str, tier: str, leg: str) -> Hop:
     return MessageClass(message), int(tier), leg
 
 
-def _origins(flats: Iterable[FlatParam], edges: Iterable[Origin]) -> Iterator[tuple[str, Origin]]:
+def _origins(flats: Iterable["FlatParam"], edges: Iterable[Origin]) -> Iterator[tuple[str, Origin]]:
     seen: dict[str, int] = {}
     for flat in flats:
         number = seen[flat.name] = seen.get(flat.name, -1) + 1
