@@ -122,6 +122,8 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("--train.warmup_steps S", "--run.warmup_steps S"): ("--warmup-ratio", "--lr-warmup-fraction"),
     ("--train.final_lr_fraction F",): ("--min-lr", "--min-lr-ratio", "--min-lr-factor"),
     ("--train.schedule",): ("--lr-scheduler-type", "--lr-scheduler", "--lr-decay-style", "--decay-type", "--scheduler"),
+    ("--train.mtp_loss_weight",): ("--mtp-loss-scaling-factor",),
+    ("--model.num_nextn_predict_layers",): ("--mtp-num-layers",),
     ("--optimizer.weight_decay",): ("--weight-decay", "--wd"),
     ("--optimizer.beta1",): ("--adam-beta1",),
     ("--optimizer.beta2",): ("--adam-beta2",),

@@ -55,6 +55,12 @@ def head_operations(config: ModelConfig) -> Operations:
     """Operations of the head: logits and loss, or one number per token with a scalar head."""
     stream, divisor = _stream(config), config.scales.logit_divisor
     ready = Tensor("head input", stream)
+    loss = Tensor(OUTPUT, Dim("losses", 1), Tokens.ALL)
+    owns, cap = not config.tied_embeddings, config.scales.logit_cap
+    if config.num_mtp_layers:
+        # The last layers have normalised all representations of a token.
+        given = Tensor(INPUT, stream._replace(size=1 + config.num_mtp_layers))
+        return Operations((Loss("loss", (given,), (loss,), "weight", config.vocab_size, owns=owns, cap=cap),))
     if config.scalar_head:
         score = Score("score", (ready,), (Tensor(OUTPUT, Dim("scores", 1), Tokens.ALL),), SCORE.removesuffix(".weight"))
         return Operations((_norm(config, "final norm", "norm", Tensor(INPUT, stream), ready), score))
@@ -62,8 +68,6 @@ def head_operations(config: ModelConfig) -> Operations:
     found: list[Operation] = [_norm(config, "final norm", "norm", Tensor(INPUT, stream), normalised)]
     if divisor != 1.0:
         found.append(Scale("divide logits", (normalised,), (ready,), 1.0 / divisor))
-    loss = Tensor(OUTPUT, Dim("losses", 1), Tokens.ALL)
-    owns, cap = not config.tied_embeddings, config.scales.logit_cap
     return Operations((*found, Loss("loss", (ready,), (loss,), "weight", config.vocab_size, owns=owns, cap=cap)))
 
 
@@ -74,17 +78,48 @@ def layer_operations(config: ModelConfig) -> Operations:
     `config` is the configuration of this layer (`ModelConfig.of_layer`).
     """
     stream = _stream(config)
-    source, middle, target = Tensor(INPUT, stream), Tensor("middle", stream), Tensor(OUTPUT, stream)
+    if not config.num_mtp_layers:
+        return Operations(tuple(_layer(config, Tensor(INPUT, stream), Tensor(OUTPUT, stream))))
+    result = Tensor("layer output", stream)
+    norm = _norm(config, "output norm", "output_norm", result, Tensor(OUTPUT, stream))
+    return Operations((*_layer(config, Tensor(INPUT, stream), result), norm))
+
+
+@lru_cache(maxsize=256)
+def further_token_operations(config: ModelConfig, depth: int) -> Operations:
+    """Operations of the layer that predicts the token `depth` after the next one (terrace.model.decoder)."""
+    stream = _stream(config)
+    both, given = Dim("latent", 2 * stream.numel), Tensor(INPUT, stream._replace(size=depth))
+    newest = given if depth == 1 else Tensor("newest", stream)
+    ahead, own, other = (Tensor(name, stream) for name in ("ahead", "ahead normalised", "newest normalised"))
+    joined, combined, result, normal = (
+        Tensor("joined", both),
+        *(Tensor(name, stream) for name in ("combined", "layer output", "output normalised")),
+    )
+    factor = config.scales.embedding
+    return Operations(
+        (
+            LookUp("look up", (), (ahead,), "embedding.weight", config.vocab_size, factor=factor, owns=False),
+            *(() if depth == 1 else (Join("newest", (given,), (newest,)),)),
+            _norm(config, "token norm", "token_norm", ahead, own),
+            _norm(config, "hidden norm", "hidden_norm", newest, other),
+            Join("join", (own, other), (joined,)),
+            Product("combine", (joined,), (combined,), "combine"),
+            *_layer(config, combined, result),
+            _norm(config, "output norm", "output_norm", result, normal),
+            Join("stack", (given, normal), (Tensor(OUTPUT, stream._replace(size=1 + depth)),)),
+        )
+    )
+
+
+def _layer(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Operation]:
+    middle = Tensor("middle", source.features)
     attend = _delta if config.is_linear else _latent_attention if config.latent.key_value_rank else _attention
     feed = _mlp if config.experts is None else _mixture
     # In the parallel form the MLP reads the layer's input, without attention's output.
     second = source if config.parallel_residual else middle
-    return Operations(
-        (
-            *_sublayer(config, "attention", source, source, middle, "attended", attend),
-            *_sublayer(config, "mlp", second, middle, target, "mlp output", feed),
-        )
-    )
+    yield from _sublayer(config, "attention", source, source, middle, "attended", attend)
+    yield from _sublayer(config, "mlp", second, middle, target, "mlp output", feed)
 
 
 def _stream(config: ModelConfig) -> Dim:

@@ -1,8 +1,8 @@
 """Specs of a decoder's blocks, derived from its configuration. Needs no torch.
 
-The blocks are "embedding", "layers.0" ... and "head", in this order. Each has its operations
-(terrace.model.block_operations) and the parameters that follow from them, with the names and shapes of the modules of
-`terrace.model.decoder`.
+The blocks are "embedding", "layers.0" ... and "head", in this order; the last layers may predict further tokens. Each
+has its operations (terrace.model.block_operations) and the parameters that follow from them, with the names and shapes
+of the modules of `terrace.model.decoder`.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from terrace.base.errors import ModelError
-from terrace.model.block_operations import embedding_operations, head_operations, layer_operations
+from terrace.model.block_operations import (
+    embedding_operations,
+    further_token_operations,
+    head_operations,
+    layer_operations,
+)
 from terrace.model.config import ModelConfig
 from terrace.model.operation_folds import params_of
 from terrace.model.operations import Loss, Operations
@@ -23,11 +28,13 @@ def block_specs(config: ModelConfig) -> tuple[BlockSpec, ...]:
     With tied embeddings the head is tied to block 0 and does not list the output matrix. A scalar head is never tied.
     """
     layers = [config.of_layer(index) for index in range(config.num_layers)]
+    further = range(config.num_mtp_layers)
     tied_to = (0,) if config.tied_embeddings and not config.scalar_head else ()
     # Equal blocks share the same Operations and parameter objects, so that caches can compare them by identity.
     return (
         _spec("embedding", embedding_operations(config)),
         *(_spec(f"layers.{index}", layer_operations(layer)) for index, layer in enumerate(layers)),
+        *(_spec(f"layers.{len(layers) + k}", further_token_operations(config, 1 + k), (0,)) for k in further),
         _spec("head", head_operations(config), tied_to),
     )
 

@@ -22,6 +22,8 @@ from terrace.model.latent import Latent
 from terrace.model.rope_scaling import RopeScaling
 from terrace.model.sizes import check_sizes
 
+MOST_FURTHER_TOKENS = 8  # more than any published model has
+
 
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,7 @@ class ModelConfig:
     latent: Latent = field(default_factory=Latent)
     experts: ExpertsConfig | None = None  # None: every layer has an MLP
     scalar_head: bool = False  # one number a token in place of logits: a reward model or a critic
+    num_mtp_layers: int = 0  # layers behind the others that predict further tokens (terrace.model.decoder)
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -90,6 +93,7 @@ class ModelConfig:
             raise ModelError(f"rope_theta = {self.rope_theta} must be positive and below 1e15, where no pair rotates")
         self._check_attention()
         self._check_experts(names)
+        self._check_further_tokens()
         if not 0 < self.norm_eps < 1e3:
             raise ModelError(f"{names['norm_eps']} = {self.norm_eps} must be positive and below 1e3")
         if not 0 < self.init_std < 1e3:
@@ -132,9 +136,22 @@ class ModelConfig:
         fields = {name.removeprefix("experts."): key for name, key in names.items() if name.startswith("experts.")}
         self.experts.check(self.num_layers, fields)
 
+    def _check_further_tokens(self) -> None:
+        key, number = "num_nextn_predict_layers", self.num_mtp_layers
+        if not 0 <= number <= MOST_FURTHER_TOKENS:
+            raise ModelError(f"{key} = {number} must lie between 0 and {MOST_FURTHER_TOKENS}")
+        if number and (self.kinds or self.scalar_head or self.norms != "before" or self.scales.logit_divisor != 1.0):
+            raise ModelError(
+                f"{key} = {number} is not implemented for layers of several kinds or with norms of their outputs, nor "
+                "beside a scalar head or a logit divisor: set it to 0"
+            )
+
     def of_layer(self, index: int) -> "ModelConfig":
-        """Configuration of one layer, with its own window and RoPE, and without `experts` if the layer has an MLP."""
-        changes: dict[str, Any] = {}
+        """Configuration of one layer, with its own window and RoPE, and without `experts` if the layer has an MLP.
+
+        It has `num_mtp_layers` if it is the last layer before these, which ends with the model's final norm.
+        """
+        changes: dict[str, Any] = {"num_mtp_layers": 0} if self.num_mtp_layers and index + 1 < self.num_layers else {}
         if self.experts is not None and index in self.experts.dense_layers:
             changes["experts"] = None
         if self.kinds:
@@ -190,7 +207,7 @@ class ModelConfig:
     @property
     def num_blocks(self) -> int:
         """Number of blocks: the layers, the embedding and the head."""
-        return self.num_layers + 2
+        return self.num_layers + self.num_mtp_layers + 2
 
 
 def parse_model(table: Mapping[str, Any]) -> ModelConfig:

@@ -8,7 +8,9 @@ within its document: see `terrace.model.attention`.
 Shape legend: B batch, S sequence, H hidden, V vocabulary, P max_positions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -84,8 +86,17 @@ class Embedding(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and an MLP, or a mixture of experts, with residuals; (B, S, H) to (B, S, H)."""
 
-    def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: AttentionPlans, **where: Any) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotary: Rotary | None,
+        plans: AttentionPlans,
+        before: Mapping[str, nn.Module] = MappingProxyType({}),
+        **where: Any,
+    ) -> None:
         super().__init__()
+        for name, module in before.items():  # of a layer that derives from this one
+            self.add_module(name, module)
         self.parallel_residual, self._scale = config.parallel_residual, config.scales.residual
 
         def norm(place: str) -> nn.Module | None:
@@ -101,6 +112,8 @@ class DecoderLayer(nn.Module):
         self.mlp_norm = norm("before")
         self.mlp = MLP(config, **where) if config.experts is None else Mixture(config, **where)
         self.mlp_output_norm = norm("after")
+        # The final norm of the model, where layers follow that predict further tokens.
+        self.output_norm = build_norm(config, **where) if config.num_mtp_layers else None
         self.run: Runs = keeping  # runs the input norms; attention and MLP have their own
 
     def forward(self, x: Tensor, positions: Tensor | None = None, cache: LayerCache | None = None) -> Tensor:
@@ -116,7 +129,8 @@ class DecoderLayer(nn.Module):
         after = self._added(x, self._passed(x, self.attention_norm, attended, self.attention_output_norm))
         # In the parallel form the MLP reads the layer's input, without attention's output.
         source = x if self.parallel_residual else after
-        return self._added(after, self._passed(source, self.mlp_norm, self.mlp, self.mlp_output_norm))
+        output = self._added(after, self._passed(source, self.mlp_norm, self.mlp, self.mlp_output_norm))
+        return output if self.output_norm is None else self.output_norm(output)
 
     def _passed(
         self,
@@ -132,15 +146,84 @@ class DecoderLayer(nn.Module):
         return x + y if self._scale == 1.0 else torch.add(x, y, alpha=self._scale)
 
 
+class BorrowedEmbedding(nn.Module):
+    """Looks up tokens (B, S) in the table of another block, set later as `weight`; to (B, S, H)."""
+
+    weight: Tensor | None
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.register_parameter("weight", None)
+        self.scale = config.scales.embedding
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Embeddings of tokens (B, S)."""
+        assert self.weight is not None, "the table has been set"
+        return scaled(F.embedding(tokens, self.weight), self.scale)
+
+
+class FurtherTokenLayer(DecoderLayer):
+    """Predicts the token `depth` after the next one (DeepSeek-V3, 2412.19437, section 2.2, equations 21 to 23).
+
+        h^k = norm(layer(W [norm(embedding of t_(i + k)); norm(h^(k - 1))])),    k = depth
+
+    The input (B, S, k H) has h^0 .. h^(k - 1) of each token i, all normalised, and the output also h^k. The last layer
+    before ends with the model's final norm, so h^0 is what the output matrix reads, as in Megatron-LM, SGLang and vLLM.
+    The embedding's table belongs to the model's first block.
+    """
+
+    embedding: BorrowedEmbedding
+    token_norm: nn.Module
+    hidden_norm: nn.Module
+    combine: nn.Module
+
+    def __init__(
+        self, config: ModelConfig, rotary: Rotary | None, plans: AttentionPlans, depth: int, **where: Any
+    ) -> None:
+        hidden = config.hidden_size
+        before = {
+            "embedding": BorrowedEmbedding(config),
+            "token_norm": build_norm(config, **where),
+            "hidden_norm": build_norm(config, **where),
+            "combine": nn.Linear(2 * hidden, hidden, bias=False, **where),
+        }
+        super().__init__(config, rotary, plans, before, **where)
+        self.depth = depth
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, ahead: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        """Run the layer on x (B, S, k H) and the tokens `ahead` (B, S), token i + k at i."""
+        assert ahead is not None, "a layer that predicts further tokens reads them"
+        newest = x if self.depth == 1 else x[..., x.shape[-1] // self.depth * (self.depth - 1) :].contiguous()
+        found = self.token_norm(self.embedding(ahead))
+        joined = torch.cat((found, self.hidden_norm(newest)), -1)  # (B, S, 2 H)
+        return torch.cat((x, super().forward(self.combine(joined), positions)), -1)
+
+
+def next_token_blocks(config: ModelConfig, blocks: list[nn.Module]) -> tuple[ModelConfig, list[nn.Module]]:
+    """The model and its blocks without the layers that predict further tokens, as generation runs them."""
+    if not config.num_mtp_layers:
+        return config, blocks
+    kept, head = blocks[: 1 + config.num_layers], blocks[-1]
+    last: Any = kept[-1]
+    assert isinstance(head, Head), "a scalar head predicts no tokens"
+    head.norm, last.output_norm, head.depths = last.output_norm, None, 1
+    return replace(config, num_mtp_layers=0), [*kept, head]
+
+
 class Head(nn.Module):
-    """Final norm and output matrix; (B, S, H) to logits (B, S, V)."""
+    """Final norm and output matrix; (B, S, H) to logits (B, S, V).
+
+    Where layers predict further tokens, the input (B, S, n H) has n representations of a token, which are normalised
+    already; logits are of the first, which predicts the next token (`FurtherTokenLayer`).
+    """
 
     def __init__(self, config: ModelConfig, weight: nn.Parameter | None, **where: Any) -> None:
         super().__init__()
         if weight is None:
             weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, **where))
         self.weight = weight
-        self.norm = build_norm(config, **where)
+        self.depths = 1 + config.num_mtp_layers
+        self.norm = nn.Identity() if config.num_mtp_layers else build_norm(config, **where)
         # Product with `weight` in another memory layout, set by terrace.model.arranged.
         self.product: Callable[[Tensor], Tensor] | None = None
         self.to_gradient = to_gradient  # called per chunk by the runtime; may be a kernel
@@ -154,7 +237,7 @@ class Head(nn.Module):
 
     def entering(self, x: Tensor) -> Tensor:
         """Input (B, S, H) of the output matrix: x normalised and divided by the logit divisor."""
-        y: Tensor = self.norm(x)
+        y: Tensor = self.norm(x if self.depths == 1 else x[..., : self.weight.shape[1]])
         return y if self.divisor == 1.0 else y / self.divisor
 
 
@@ -194,6 +277,11 @@ def build_blocks(
         if of.sliding_window not in plans:
             plans[of.sliding_window] = plans_of(of)
         layers.append(_placed(DecoderLayer(of, rotaries[rope], plans[of.sliding_window], **meta), device))
+    for depth in range(1, 1 + config.num_mtp_layers):
+        rope = LayerKind(rope_theta=config.rope_theta, rope_scaling=config.rope_scaling)
+        own = FurtherTokenLayer(config, rotaries[rope], plans[config.sliding_window], depth, **meta)
+        layers.append(_placed(own, device))
+        own.embedding.weight = embedding.weight
     if config.scalar_head:
         return [embedding, *layers, _placed(ValueHead(config, **meta), device)]
     head = Head(config, None, **meta)

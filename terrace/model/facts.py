@@ -32,7 +32,17 @@ def has_scalar_head(config: ModelConfig) -> bool:
 
 def with_scalar_head(config: ModelConfig) -> ModelConfig:
     """This model with one output number per token instead of logits."""
-    return replace(config, scalar_head=True)
+    return replace(config, scalar_head=True, num_mtp_layers=0)
+
+
+def num_further_tokens(config: ModelConfig) -> int:
+    """How many tokens after the next one the model predicts, each with a layer of its own."""
+    return config.num_mtp_layers
+
+
+def next_token_alone(config: ModelConfig) -> ModelConfig:
+    """This model without the layers that predict further tokens."""
+    return replace(config, num_mtp_layers=0)
 
 
 def initial_std(config: ModelConfig) -> float:
@@ -100,7 +110,7 @@ def changed_by_rounding(config: ModelConfig) -> list[str]:
 def one_layer(config: ModelConfig) -> ModelConfig:
     """This model with one layer (the widest window; a mixture if any layer has one) and a vocabulary of 1."""
     experts = None if config.experts is None else replace(config.experts, dense_layers=())
-    return replace(config, num_layers=1, vocab_size=1, kinds=(), experts=experts)
+    return replace(config, num_layers=1, vocab_size=1, kinds=(), experts=experts, num_mtp_layers=0)
 
 
 def refuse_unpublished_gate(config: ModelConfig, weights: str) -> None:

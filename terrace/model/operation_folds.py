@@ -62,11 +62,14 @@ def _params(operation: Operation, *, is_stacked: bool = False) -> list[ParamSpec
             return list(_mixture_params(operation))
         case LookUp():
             hidden = operation.target.features
+            if not operation.owns:
+                return []
             found = [_table(operation.weight, operation.vocabulary, hidden)]
             positions = Dim("positions", operation.positions)
             return [*found, _param("positions", positions, hidden)] if operation.positions else found
         case Loss():
-            return [_table(operation.weight, operation.vocabulary, operation.source.features)] if operation.owns else []
+            hidden = operation.source.features._replace(size=1)
+            return [_table(operation.weight, operation.vocabulary, hidden)] if operation.owns else []
         case Score():
             # Replicated on all tensor ranks, as are the hidden states before it.
             features = operation.source.features._replace(counts="features")

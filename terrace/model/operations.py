@@ -258,17 +258,21 @@ class Mixture(Operation):
 
 @dataclass(frozen=True)
 class LookUp(Operation):
-    """An embedding look-up, plus learned `positions` if there are any."""
+    """An embedding look-up, plus learned `positions` if there are any.
+
+    Not `owns`: the table belongs to another block, and the tokens are later ones than the block's own.
+    """
 
     weight: str
     vocabulary: int
     positions: int = 0
     factor: float = 1.0
+    owns: bool = True
 
 
 @dataclass(frozen=True)
 class Loss(Operation):
-    """Logits and cross-entropy of each token. Not `owns`: the matrix belongs to another block (tied).
+    """Logits and cross-entropy of each representation of a token. Not `owns`: the matrix is another block's (tied).
 
     With `beside`, the hidden size of another model, the loss also computes that model's logits of each token, without
     gradients. If it `only_reads`, the hidden states that enter the output matrix are read, and there are no logits. A
@@ -284,11 +288,16 @@ class Loss(Operation):
     num_labels: int = 1
 
     @property
+    def depths(self) -> int:
+        """Representations of a token, each with logits of its own."""
+        return self.source.features.size
+
+    @property
     def numbers(self) -> int:
         """Numbers of each token that tensor ranks exchange: the logit of each label and 2 of all its own logits, and 4
         of those of another model.
         """
-        return 0 if self.only_reads else self.num_labels + 2 + 4 * (self.beside > 0)
+        return 0 if self.only_reads else self.depths * (self.num_labels + 2 + 4 * (self.beside > 0))
 
 
 @dataclass(frozen=True)
@@ -344,7 +353,20 @@ class Operations:
     def hidden(self) -> Dim:
         """Feature dim of the residual stream, or `NO_FEATURES` if unknown."""
         streams = (tensor for each in self.each for tensor in (*each.reads, *each.writes))
-        return next((each.features for each in streams if each.features.counts in ("hidden", "features")), NO_FEATURES)
+        found = next((each.features for each in streams if each.features.counts in ("hidden", "features")), NO_FEATURES)
+        return found._replace(size=1) if found.counts == "hidden" else found
+
+    @cached_property
+    def widths(self) -> tuple[int, int]:
+        """Representations of a token in the block's input and in its output: 1, except beside `reads_ahead`."""
+        tensors = [tensor for each in self.each for tensor in (*each.reads, *each.writes)]
+        sizes = {each.name: each.features.size for each in tensors if each.features.counts == "hidden"}
+        return sizes.get(INPUT, 1), sizes.get(OUTPUT, 1)
+
+    @cached_property
+    def reads_ahead(self) -> int:
+        """How many tokens ahead the block looks up an embedding (terrace.model.decoder); 0: it does not."""
+        return self.widths[0] if any(not each.owns for each in self.of(LookUp)) else 0
 
 
 def _shared(operation: Operation) -> tuple[Operation, ...]:

@@ -137,8 +137,8 @@ class Computes(StrEnum):
 
 
 _COMPUTED = {
+    Sum: Computes.RESIDUAL,  # a layer, which may look up further tokens
     LookUp: Computes.LOOK_UP,
-    Sum: Computes.RESIDUAL,
     Loss: Computes.LOGITS,
     Score: Computes.VALUES,
 }
@@ -171,10 +171,8 @@ class BlockSpec:
     @cached_property
     def computes(self) -> Computes | None:
         """Kind of computation according to the declared operations; None if there are none."""
-        for operation in self.declared:
-            if type(operation) in _COMPUTED:
-                return _COMPUTED[type(operation)]
-        return None
+        kinds = {type(operation) for operation in self.declared}
+        return next((computes for kind, computes in _COMPUTED.items() if kind in kinds), None)
 
     def is_like(self, other: "BlockSpec") -> bool:
         """Whether both specs are equal except for the name."""

@@ -40,6 +40,13 @@ def leaving(keep: Keep, blocks: "Sequence[BlockSpec]") -> frozenset[int]:
         if not selected:
             raise PlanError(f"keep.blocks {entry!r} matches no block{meant(entry, names)}")
         found.update(selected)
+    wide = [index for index in found if blocks[index].operations.widths[0] > 1]
+    if wide and keep.blocks:
+        raise PlanError(
+            f"keep.blocks {keep.blocks[0]!r} names {blocks[wide[0]].name}, whose input has several representations of "
+            "a token, which no ring holds: name the layers before it"
+        )
+    found -= {*wide}
     if not found - {0}:
         named = f"keep.blocks = {list(keep.blocks)} names" if keep.blocks else "the model has"
         raise PlanError(

@@ -40,11 +40,14 @@ class Edge:
     gathers: TensorMessage | None
 
 
-def edge_of(tensor: "TensorTraffic", blocks: Sequence[BlockSpec]) -> Edge:
-    """The activation at every edge of a pipeline. Raises `PlanError` if its size is not known."""
+def edge_of(tensor: "TensorTraffic", blocks: Sequence[BlockSpec], width: int = 1) -> Edge:
+    """The activation at an edge of a pipeline, with `width` representations of a token (`Operations.widths`).
+
+    Raises `PlanError` if its size is not known.
+    """
     if tensor.tokens < 1:
         raise no_sequence("pipeline")
-    rows, features = tensor.rows.degree, hidden_size(blocks) // tensor.columns.degree
+    rows, features = tensor.rows.degree, width * hidden_size(blocks) // tensor.columns.degree
     # Ranks hold distinct tokens, so nothing is sent twice.
     if tensor.splits_tokens:
         shape: tuple[int, ...] = (tensor.padded_tokens // rows, features)

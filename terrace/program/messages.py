@@ -33,7 +33,7 @@ def message_of(
         return stage_message(message_class, tier, tie_bytes(model.flats[block], model.plan.sums))
     if instruction.peer >= 0:
         received, backward = instruction.op is Op.RECV, instruction.backward
-        return model.message_of_edge(stage.index, instruction.peer, backward=backward, received=received)
+        return model.message_of_edge(stage.index, instruction.peer, block, backward=backward, received=received)
     # Control numbers are summed over all stages, not over the ranks of a block.
     if message_class is MessageClass.CONTROL:
         # A training step stays inside an island; an evaluation spans all islands.
@@ -50,4 +50,4 @@ def message_of(
 
 def edge_hop(model: "ShardedModel", stage: Stage, instruction: Instruction) -> Hop:
     """The hop of a SEND or RECV, over the outermost tier between the two stages."""
-    return model.edge_hop(stage.index, instruction.peer, backward=instruction.backward)
+    return model.edge_hop(stage.index, instruction.peer, instruction.block, backward=instruction.backward)

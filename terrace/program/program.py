@@ -127,7 +127,7 @@ class Program:
 
     def messages_inside(self, instruction: Instruction) -> tuple[Message, ...]:
         """The messages that a pass sends inside its block, or a RECV to complete its activation."""
-        return self.model.messages_inside(instruction.op, instruction.block)
+        return self.model.messages_inside(instruction.op, instruction.block, backward=instruction.backward)
 
     @property
     def messages(self) -> list[Message]:

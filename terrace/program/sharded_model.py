@@ -111,8 +111,16 @@ class ShardedModel:
 
     @cached_property
     def edge(self) -> Edge:
-        """The activation that crosses each edge between stages, or is kept below the device. Only with one of both."""
+        """The activation between two layers that crosses an edge between stages, or is kept below the device.
+
+        Only with one of both.
+        """
         return edge_of(self.tensor, self.blocks)
+
+    def edge_behind(self, block: int, *, backward: bool) -> Edge:
+        """The edge that a block's output crosses or, if `backward`, the gradient of its input."""
+        width = self.blocks[block].operations.widths[0 if backward else 1]
+        return self.edge if width == 1 else edge_of(self.tensor, self.blocks, width)
 
     @cached_property
     def leaving(self) -> frozenset[int]:
@@ -164,31 +172,33 @@ class ShardedModel:
             self._of_blocks[key] = message_in_gaps(found, self.plan, self.flats[block]) if in_gaps else found
         return self._of_blocks[key]
 
-    def edge_hop(self, stage: int, peer: int, *, backward: bool) -> Hop:
-        """The hop of an activation, or of a gradient if `backward`, between two stages."""
+    def edge_hop(self, stage: int, peer: int, block: int, *, backward: bool) -> Hop:
+        """The hop of a block's output, or of the gradient of its input if `backward`, between two stages."""
         tier, boundary = self.mesh.edge_tier(stage, peer), self.mesh.boundary(stage, peer)
         message, name = BETWEEN_STAGES[backward], self.layout.tiers[tier]
-        return Hop(tier, 2, self.plan.wire_format(message, name, boundary=boundary), self.edge.numel)
+        numel = self.edge_behind(block, backward=backward).numel
+        return Hop(tier, 2, self.plan.wire_format(message, name, boundary=boundary), numel)
 
-    def message_of_edge(self, stage: int, peer: int, *, backward: bool, received: bool) -> Message:
+    def message_of_edge(self, stage: int, peer: int, block: int, *, backward: bool, received: bool) -> Message:
         """Message of a SEND, or of a RECV if `received`; the same for all pairs of stages at one boundary or tier."""
-        key = self.mesh.edge_tier(stage, peer), self.mesh.boundary(stage, peer), backward, received
+        edge = self.edge_behind(block, backward=backward)
+        key = self.mesh.edge_tier(stage, peer), self.mesh.boundary(stage, peer), backward, received, edge.numel
         if key not in self._of_edges:
-            hop, message_class = self.edge_hop(stage, peer, backward=backward), BETWEEN_STAGES[backward]
+            hop, message_class = self.edge_hop(stage, peer, block, backward=backward), BETWEEN_STAGES[backward]
             self._of_edges[key] = edge_message(message_class, hop, self.plan.compute, received=received)
         return self._of_edges[key]
 
-    def messages_inside(self, op: Op, block: int) -> tuple[Message, ...]:
+    def messages_inside(self, op: Op, block: int, *, backward: bool) -> tuple[Message, ...]:
         """The messages that a pass sends inside its block, or a RECV to complete its activation."""
         if op is not Op.RECV and op not in PASSES:
             return ()
-        # All received activations have the same shape.
-        key = op, None if op is Op.RECV else self.alike_inside(block)
+        edge = self.edge_behind(block, backward=backward) if op is Op.RECV else None
+        key = op, edge or self.alike_inside(block)
         found = self._inside.get(key)
         if found is None:
             messages: Iterable[InBlockMessage]
-            if op is Op.RECV:
-                messages = () if self.edge.gathers is None else (self.edge.gathers,)
+            if edge is not None:
+                messages = () if edge.gathers is None else (edge.gathers,)
             else:
                 messages = messages_of(self.block_program(block).steps(op))
             found = self._inside[key] = tuple([self.message_inside(message, block) for message in messages])
@@ -214,11 +224,11 @@ class ShardedModel:
         return {}
 
     @cached_property
-    def _of_edges(self) -> dict[tuple[int, int | None, bool, bool], Message]:
+    def _of_edges(self) -> dict[tuple[int, int | None, bool, bool, int], Message]:
         return {}
 
     @cached_property
-    def _inside(self) -> dict[tuple[Op, tuple[int, tuple[str, ...]] | None], tuple[Message, ...]]:
+    def _inside(self) -> dict[tuple[Op, tuple[int, tuple[str, ...]] | Edge], tuple[Message, ...]]:
         return {}
 
     @cached_property

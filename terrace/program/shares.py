@@ -19,7 +19,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from terrace.model.params import ParamSpec
-from terrace.model.spec import BlockSpec
+from terrace.model.spec import BlockSpec, Computes
 from terrace.plan.dims import CUT_BY, hidden_size, is_table
 
 _EQUAL = 1 + 1e-12  # between sums of the same squares that were added in another order
@@ -159,9 +159,11 @@ def _cost(blocks: Sequence[BlockSpec], index: int, scores: int) -> BlockCost:
     block = blocks[index]
     # Each element of a matrix is one multiplication per token.
     products = sum(block.active(param) for param in block.params if _is_product(param, index, len(blocks)))
-    # A tied head multiplies by the table that it is tied to.
-    for owner in block.tied_to:
+    # A tied head multiplies by the table that it is tied to; a layer that reads ahead looks up in it.
+    for owner in () if block.operations.reads_ahead else block.tied_to:
         products += sum(param.numel for param in blocks[owner].params if is_table(param))
+    if block.computes is Computes.LOGITS:
+        products *= block.operations.widths[0]
     # A layer is known by its row-cut dims (heads or the inner MLP size); embedding and head have none.
     attends = any(CUT_BY.get(name) == ("rows",) for param in block.params for name, _ in param.dims)
     return BlockCost(products, scores if attends else 0)

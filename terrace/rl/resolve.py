@@ -13,6 +13,7 @@ from terrace.base.schema import load, read_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.model.config import parse_model
+from terrace.model.facts import next_token_alone
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.rl.algorithms.algorithm import algorithm_of
@@ -121,7 +122,8 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool 
     roles = roles_of(run, algorithm, reward, cost, pools)
     plans = _plans(table, cluster, pools, roles, optimizer)
     config = RlConfig(
-        model=parse_model(table["model"]),
+        # Draws tokens one by one, so layers that predict further ones have no part in it.
+        model=next_token_alone(parse_model(table["model"])),
         cluster=cluster,
         plan=plans[ACTOR],
         run=run,

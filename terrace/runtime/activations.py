@@ -66,7 +66,9 @@ class Activations:
         if key not in self._arriving:
             return self._made.pop(key)
         pending, arrival = self._arriving.pop(key)
-        edge, hop = self._program.model.edge, self._program.edge_hop(pending.instruction)
+        backward, block, _ = key
+        edge = self._program.model.edge_behind(block, backward=backward)
+        hop = self._program.edge_hop(pending.instruction)
         dtype = DTYPES[self._program.plan.compute]
         if arrival.plain is None:
             values = self._collectives.read_rows(hop, arrival.message, dtype)[0]
@@ -88,7 +90,8 @@ class Activations:
 
     def send(self, now: Instruction, counter: int) -> None:
         """Start the message of a SEND, and drop the buffers of sends that have completed."""
-        values, edge = self._made.pop((now.backward, now.block, now.micro)).detach(), self._program.model.edge
+        values = self._made.pop((now.backward, now.block, now.micro)).detach()
+        edge = self._program.model.edge_behind(now.block, backward=now.backward)
         if tuple(values.shape) != edge.shape:
             raise ModelError(
                 f"block {self._program.blocks[now.block].name} passes on {tuple(values.shape)}, but a stage receives "

@@ -34,6 +34,7 @@ from terrace.runtime.comm import Comm
 from terrace.runtime.compiled import compile_blocks, compile_parts, why_parts
 from terrace.runtime.context.axis import check_declared
 from terrace.runtime.finite import Examination, NotFinite, agree, examine
+from terrace.runtime.further_tokens import with_further_tokens
 from terrace.runtime.hidden import OutputMatrix, reading
 from terrace.runtime.kept.below import below_of
 from terrace.runtime.linear import WeightGradients
@@ -300,6 +301,8 @@ class Engine:
         return self._result(sums, self.load.loads if program.trains else None, self.island.applied(program.exchange))
 
     def _taken(self, batches: Sequence[Batch], program: Program) -> Sequence[Batch]:
+        depths = program.blocks[-1].operations.widths[0] - 1
+        batches = [with_further_tokens(batch, depths) for batch in batches] if depths else batches
         for axis in self.axes:
             batches = axis.take(batches, trains=program.trains)
         self.passages.take(batches, trains=program.trains)

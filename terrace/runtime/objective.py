@@ -86,6 +86,11 @@ def check_objective(last: nn.Module, objective: object) -> None:
             f"a loss of values needs a ValueHead as last block, and a ValueHead such a loss; this is a "
             f"{type(last).__name__} with a {type(objective).__name__}: give a ValueObjective, or another model"
         )
+    if getattr(last, "depths", 1) > 1 and not getattr(objective, "reads_further_tokens", False):
+        raise ModelError(
+            "layers of the model predict further tokens, which only terrace.runtime.further_tokens.FurtherTokens "
+            "learns: give it as the objective, or a model with num_nextn_predict_layers = 0"
+        )
 
 
 def reading_tokens(objective: object) -> tuple[TokenObjective, list[TokenNumbers]]:

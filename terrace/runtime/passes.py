@@ -17,6 +17,7 @@ from terrace.program.instruction import Instruction
 from terrace.runtime.activations import Activations, Kept, Key
 from terrace.runtime.batch import Batch
 from terrace.runtime.block_messages import GradientMessages, ParameterMessages
+from terrace.runtime.further_tokens import AHEAD
 from terrace.runtime.head import head_loss
 from terrace.runtime.in_block import InBlockAxis
 from terrace.runtime.kept.boundaries import alone, shares
@@ -51,6 +52,7 @@ class BlockCalls:
         self.last = len(state.program.blocks) - 1
         self.recomputed = recomputed(state.program.plan, state.program.blocks)
         self.leaving = state.program.model.leaving
+        self.reads_ahead = [block.operations.reads_ahead for block in state.program.blocks]
 
     def begin(self, batches: Sequence[Batch], *, trains: bool) -> None:
         """Begin a program on `batches`."""
@@ -68,6 +70,8 @@ class BlockCalls:
         more: tuple[Tensor | None, ...] = () if batch.positions is None else (batch.positions,)
         if batch.mix is not None and block == 0:
             more = batch.positions, batch.mix
+        if depth := self.reads_ahead[block]:
+            more = batch.positions, batch.columns[AHEAD][..., depth - 1]
         output: Tensor = module(inputs, *more)
         return output if objective is None else objective(output, batch.labels)
 

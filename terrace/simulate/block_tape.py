@@ -67,7 +67,7 @@ class BlockTape:
         # Tensor rows that share the tokens of the residual stream.
         self.stream_rows = work.rows if work.sequence_parallel else 1
         stream = self.bytes_of(Tensor(INPUT, work.layer.hidden))
-        self.sizes |= {INPUT: stream, OUTPUT: stream}
+        self.sizes |= {INPUT: self.operations.widths[0] * stream, OUTPUT: stream}
         for operation in self.operations:
             for node in self.nodes_of(operation):  # one by one: rules look at the nodes before
                 self.nodes.append(node)

@@ -121,7 +121,7 @@ def footprint(
     if work.tensor > 1:
         steady["buffers"] += _tensor_buffers(cluster, plan, kinds, stage, sequence)
     if num_stages > 1:
-        _add_edges(steady, plan, [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")], work, held)
+        _add_edges(steady, plan, [cluster.tiers[tier].name for tier in mesh.tiers("pipeline")], work, kinds, held)
     look_ups = look_ups_of(cluster, plan, [kinds.blocks[index] for index in held], sequence)
     steady["grads"] = round(steady["grads"] * grads_share(cluster.device, plan.sums))
     _add_rows(steady, plan, look_ups, num_micros, backend)
@@ -181,14 +181,18 @@ def _loaded(work: Work, plan: Plan, load: float) -> Work:
     return replace(work, load=load) if plan.experts else work
 
 
-def _add_edges(steady: dict[str, int], plan: Plan, tiers: Sequence[str], work: Work, held: Sequence[int]) -> None:
+def _add_edges(
+    steady: dict[str, int], plan: Plan, tiers: Sequence[str], work: Work, kinds: Kinds, held: Sequence[int]
+) -> None:
     # Tensor ranks each send their shard of an activation.
-    numel = work.tokens * work.layer.hidden.numel // work.tensor
-    steady["buffers"] += edge_buffers(plan, tiers, numel)
+    numel, last = work.tokens * work.layer.hidden.numel // work.tensor, len(kinds.blocks) - 1
+    # A chunk begins after a gap in the block indexes, and ends before one.
+    begins = [kinds.blocks[block].operations.widths[0] for block in held if block > 0 and block - 1 not in held]
+    ends = [kinds.blocks[block].operations.widths[1] for block in held if block < last and block + 1 not in held]
+    steady["buffers"] += edge_buffers(plan, tiers, numel * max([*begins, *ends], default=1))
     if any(wire.feedback for tier in tiers for wire in plan.wire_formats(MessageClass.PIPELINE_BACKWARD, tier)):
-        # A chunk begins after a gap in the block indexes, and sends a gradient back; the largest feedback counts.
-        begins = sum(block > 0 and block - 1 not in held for block in held)
-        steady["feedback"] += begins * edge_feedback_bytes(numel)
+        # Each chunk sends a gradient back; the largest feedback counts.
+        steady["feedback"] += sum(begins) * edge_feedback_bytes(numel)
 
 
 def stage_footprint(

@@ -278,7 +278,8 @@ def _look_up(tape: BlockTape, look_up: LookUp) -> Iterator[Node]:
     matrix = _rows_added(tape, tape.units(Dim("vocab", look_up.vocabulary)), hidden.numel)
     is_scaled = look_up.factor != 1.0
     rows = tape.size("rows", tape.sizes[output]) if is_scaled or look_up.positions else output
-    yield Node((tape.size(INPUT, 0),), rows, (), whole, matrix + whole)
+    # Token ids have no gradient; a layer that looks up further tokens has an input beside them.
+    yield Node((tape.size(INPUT if look_up.owns else "tokens ahead", 0),), rows, (), whole, matrix + whole)
     if is_scaled:
         yield Node((rows,), output)
     elif look_up.positions:
@@ -302,25 +303,31 @@ def _rows_added(tape: BlockTape, words: int, hidden: int) -> int:
 def _loss(tape: BlockTape, loss: Loss) -> Iterator[Node]:
     """Logits and the cross-entropy, which computes in fp32 at least."""
     work, source, output = tape.work, loss.source, tape.size(loss.target.name, _LOSS_BYTES)
-    vocab, hidden = tape.units(Dim("vocab", loss.vocabulary)), source.features.numel
+    vocab, hidden = tape.units(Dim("vocab", loss.vocabulary)), source.features.units
+    tokens = work.tokens * loss.depths
     # Without tensor parallelism the whole block runs in its backward, where a kernel may overwrite the logits.
     tape.runs_at_once = work.tensor == 1
     in_place = tape.runs_at_once and "loss" in work.served
-    adds = chunk_bytes(work.tokens, vocab, hidden, tape.item, tape.wide, tape.backend, loss.cap > 0, in_place)
+    # In chunks each depth runs by itself, on a copy of its representations and to a gradient of its own.
+    apart = work.tokens if tape.runs_at_once else tokens
+    adds = chunk_bytes(apart, vocab, hidden, tape.item, tape.wide, tape.backend, loss.cap > 0, in_place)
+    if tape.runs_at_once and loss.depths > 1:
+        adds += 2 * work.tokens * hidden * tape.item
     if loss.beside:  # as many logits of another model
-        adds += min(work.tokens, chunk_rows(vocab, tape.backend)) * vocab * tape.item
+        adds += min(tokens, chunk_rows(vocab, tape.backend)) * vocab * tape.item
     if tape.runs_at_once:
-        # A variable holds the input until the block has run.
-        tape.nodes[-1] = tape.nodes[-1]._replace(keeps=(*tape.nodes[-1].keeps, source.name))
+        # A variable holds the normalised input until the block has run; without a norm it is the block's.
+        if tape.nodes:
+            tape.nodes[-1] = tape.nodes[-1]._replace(keeps=(*tape.nodes[-1].keeps, source.name))
         yield Node((source.name,), output, (source.name,), adds, adds)
         return
     read = yield from _with_all_features(tape, source)
     # Per token: the label's index, whether it is on this rank, whether it counts, and the log-sum.
-    statistics = tape.size("statistics of tokens", work.tokens * (_TOKEN_BYTES + 2 + tape.wide))
+    statistics = tape.size("statistics of tokens", tokens * (_TOKEN_BYTES + 2 + tape.wide))
     keeps: tuple[str, ...] = (read, statistics)
     # If one chunk holds all tokens, its logits are kept for the backward; otherwise they are recomputed.
-    if work.tokens <= chunk_rows(vocab, tape.backend):
-        tape.logits_bytes = work.tokens * vocab * tape.item
+    if tokens <= chunk_rows(vocab, tape.backend):
+        tape.logits_bytes = tokens * vocab * tape.item
         keeps = (*keeps, tape.size("logits", tape.logits_bytes))
     yield Node((read,), output, keeps, adds - tape.logits_bytes, adds - tape.logits_bytes)
 

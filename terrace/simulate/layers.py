@@ -135,7 +135,7 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
         recompute_s = operation_seconds(device, work, work.operations) if work.operations else 0.0
     else:
         # Look-ups are not computed again, and a loss runs in the backward alone.
-        at_end = any(isinstance(operation, LookUp | Loss | Score) for operation in layer)
+        at_end = not layer.core.heads and any(isinstance(operation, LookUp | Loss | Score) for operation in layer)
         recompute_s = 0.0 if at_end else forward_s - saved
     return BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s, recompute_s=recompute_s, saved_s=saved)
 
@@ -316,9 +316,9 @@ def _look_up(device: Device, work: Work, look_up: LookUp, accumulate: bool) -> S
 
 
 def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
-    item, tokens = FORMATS[work.compute].element_bytes, work.tokens
+    item, tokens = FORMATS[work.compute].element_bytes, loss.depths * work.tokens
     # The hidden size is whole: tensor columns cut the vocabulary, too.
-    words, hidden = math.ceil(loss.vocabulary / work.tensor), loss.source.features.numel
+    words, hidden = math.ceil(loss.vocabulary / work.tensor), loss.source.features.units
     if loss.only_reads:
         return memory_s(device, 2 * item * tokens * hidden, 1), 0.0, 0.0
     logits = LOGIT_BYTES * item / 2 * tokens * words / 2  # each way

@@ -13,7 +13,8 @@ def trained_part(block: BlockSpec, blocks: Sequence[BlockSpec]) -> float:
     `blocks` are the blocks of its model. Sizes are those of whole matrices, also for a rank's slices, since the planner
     prices a block once for all shapes.
     """
-    tied = [param for owner in block.tied_to for param in blocks[owner].params if _is_multiplied(param)]
+    owners = () if block.operations.reads_ahead else block.tied_to  # a look-up has no product
+    tied = [param for owner in owners for param in blocks[owner].params if _is_multiplied(param)]
     matrices = [param for param in (*block.params, *tied) if param.decays]
     sizes = [(block.active(replace(param, shape=param.whole or param.shape)), param.trainable) for param in matrices]
     total = sum(size for size, _ in sizes)

@@ -29,6 +29,7 @@ from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.runtime.batch import places_of, shares_of
+from terrace.runtime.further_tokens import further_tokens
 from terrace.sequence.balanced import balanced_group_layout, micro_steps
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.cost import WorkCost
@@ -52,6 +53,7 @@ class LocalMicro:
     positions: Ids
     places: Ids | None
     shares: npt.NDArray[np.float64] | None
+    further: tuple[Ids, ...]  # tokens at each further depth, then their labels (terrace.runtime.further_tokens)
     token_layout: TokenLayout
 
 
@@ -84,7 +86,8 @@ class ContextBatches:
             plan, self._mesh, batches.sequence, cost.window, self._member, cost.other_windows
         )
 
-    def step(self, step: int, with_places: bool = False) -> LocalStep:
+    def step(self, step: int, with_places: bool = False, depths: int = 0) -> LocalStep:
+        self._depths = depths
         first_row = step * self._batches.batch if with_places else None
         parts = self._batches.parts(step)
         if self._plan.balance == "cost":
@@ -109,7 +112,7 @@ class ContextBatches:
         made = build_token_layout(layout, self._member)
         # The balancer numbered tokens through the documents; the data loader counts them in the global batch.
         made = replace(made, tokens=placed(made.tokens, runs))
-        micro = local_micro(made, sequence, first_row, partial(self._batches.rows, step))
+        micro = local_micro(made, sequence, first_row, partial(self._batches.rows, step), self._depths)
         return micro, assigned_seconds(layout.segments, self._group.num_ring_ranks, self._cost)
 
     def _static(
@@ -126,6 +129,7 @@ class ContextBatches:
             sequence,
             None if first_row is None else first_row + first,
             lambda wanted: tuple(array[wanted] for array in whole),
+            self._depths,
         )
         # Every rank predicts the seconds of all data ranks, to report the balance of the whole step.
         ring, seconds = self._mesh.total("ring"), []
@@ -151,7 +155,9 @@ def document_begins(rows: Arrays, sequence: int) -> npt.NDArray[np.bool_]:
     return begins.reshape(-1)
 
 
-def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None, read: ReadRows) -> LocalMicro:
+def local_micro(
+    token_layout: TokenLayout, sequence: int, first_row: int | None, read: ReadRows, depths: int = 0
+) -> LocalMicro:
     """The local tokens of a token layout. `read` gets the indices of the rows that contain them, ascending.
 
     `first_row` is the run-wide index of row 0; without it, `places` is None.
@@ -166,6 +172,13 @@ def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None,
         told, *rest = map(torch.from_numpy, (labels, *given))
         arrays += [places_of(torch.from_numpy(first_row + rows), told, *rest).numpy(), shares_of(told, *rest).numpy()]
         paddings += [-1, 0]
+    if depths:
+        told, tokens, *rest = map(torch.from_numpy, (labels, inputs, *given))
+        for found, padding in zip(
+            further_tokens(tokens, told, rest[0] if rest else None, depths), (0, IGNORED), strict=True
+        ):
+            arrays += [each.contiguous().numpy() for each in found.unbind(-1)]
+            paddings += [padding] * depths
     held: list[npt.NDArray[Any]] = [
         np.full((1, token_layout.num_local_tokens), padding, np.float64 if array.dtype == np.float64 else np.int64)
         for array, padding in zip(arrays, paddings, strict=True)
@@ -177,13 +190,14 @@ def local_micro(token_layout: TokenLayout, sequence: int, first_row: int | None,
         for target, source in zip(held, arrays, strict=True):
             target[0, end : end + stop - start] = source.reshape(-1)[first : first + stop - start]
         end += stop - start
-    places, shares = held[3:] if first_row is not None else (None, None)
+    places, shares = held[3:5] if first_row is not None else (None, None)
     return LocalMicro(
         inputs=held[0],
         labels=held[1],
         positions=held[2],
         places=places,
         shares=shares,
+        further=tuple(held[len(held) - 2 * depths :]),
         token_layout=token_layout,
     )
 

@@ -57,6 +57,9 @@ class StepRecord:
     router_losses: dict[str, MaybeNaN] = field(default_factory=dict)  # name in [balance] -> its mean over tokens
     pairs: dict[str, MaybeNaN] = field(default_factory=dict)  # accuracy and margin of pairs since the last such line
     teacher: dict[str, MaybeNaN] = field(default_factory=dict)  # cross entropy, and divergence from it, likewise
+    further_tokens: dict[str, MaybeNaN] = field(
+        default_factory=dict
+    )  # cross entropy of tokens after the next, likewise
     dropped: int | None = None  # choices of routers beyond a capacity
     tokens_per_s_per_device: float = 0.0
     mfu: float | None = None

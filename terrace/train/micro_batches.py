@@ -14,6 +14,7 @@ from terrace.data.eval_batches import EvalBatches
 from terrace.plan.dims import has_routers
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
+from terrace.runtime.further_tokens import further_columns
 from terrace.train.context_batches import ContextBatches
 from terrace.train.deals import Shares
 
@@ -49,6 +50,7 @@ class MicroBatches:
     ) -> None:
         self._batches, self._context, self._has_routers = batches, context, has_routers(program.blocks)
         self._program, self._pinned = program, pinned
+        self._depths = program.blocks[-1].operations.widths[0] - 1
         self._shares_at = shares_at or (lambda step: program.plan.shares)
         # Tensor and pipeline ranks of one data rank read the same rows.
         self._place = program.layout.data_rank(rank), program.layout.data_degree, program.plan.micro_batch
@@ -65,13 +67,14 @@ class MicroBatches:
         if self._context is None:
             rows = self._batches.micro_batches(step, *self._place, self._shares_at(step))
             return StepBatches([self._whole(step, micro, arrays) for micro, arrays in enumerate(rows)], None)
-        local = self._context.step(step, self._has_routers)
+        local = self._context.step(step, self._has_routers, self._depths)
         micros = [
             Batch(
                 *map(self._tensor, (micro.inputs, micro.labels, micro.positions)),
                 token_layout=micro.token_layout,
                 places=None if micro.places is None else self._tensor(micro.places),
                 shares=None if micro.shares is None else self._tensor(micro.shares),
+                columns=further_columns(list(map(self._tensor, micro.further))),
             )
             for micro in local.micros
         ]

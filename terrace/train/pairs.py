@@ -21,9 +21,11 @@ from terrace.base.sealed import checksum
 from terrace.base.words import counted
 from terrace.data.batches import Batches, rows_of_rank
 from terrace.model.decoder import token_loss
+from terrace.model.facts import num_further_tokens
 from terrace.plan.dims import has_routers
 from terrace.program.report import StepReport
 from terrace.runtime.batch import Batch
+from terrace.runtime.further_tokens import next_and_further_tokens
 from terrace.runtime.objective import Objective
 from terrace.runtime.pairs import PairFigures, dpo_batch, dpo_objective, reward_batch, reward_objective
 from terrace.train.config import RunConfig
@@ -43,6 +45,7 @@ class Learning:
 
     def __init__(self, run: RunConfig, batches: Batches) -> None:
         self._run, self._batches, self._seen = run, batches, PairFigures()
+        self._further = next_and_further_tokens(run.train.mtp_loss_weight)
         self._reference = torch.zeros(0, dtype=torch.float64)
         self._dealt: tuple[int, int, int, tuple[int, ...]] = (0, 1, 1, ())
 
@@ -54,6 +57,8 @@ class Learning:
                 return reward_objective(self._seen)
             case "dpo":
                 return dpo_objective(self._seen, self._run.train.beta)
+            case _ if num_further_tokens(self._run.model):
+                return self._further
             case _:
                 return token_loss
 
@@ -124,11 +129,18 @@ class Learning:
         """End what runs beside the steps."""
 
     def figures(self, step: int, engine: "Engine") -> dict[str, dict[str, float]]:
-        """Fields of the step's record: of pairs, accuracy and mean reward margin since they were last reported.
+        """Fields of the step's record: of pairs, accuracy and mean reward margin since they were last reported; of
+        further tokens, their mean cross entropy.
 
         Reported every `train.log_every` steps, since they are summed over ranks.
         """
-        if not self._run.on_pairs or not self._reports(step):
+        if not self._reports(step):
+            return {}
+        if num_further_tokens(self._run.model):
+            # All ranks that count the same tokens count them equally often.
+            entropy, tokens = (sum(each) for each in zip(*engine.comm.exchange(self._further.sums.take()), strict=True))
+            return {"further_tokens": {"cross_entropy": entropy / max(1.0, tokens)}}
+        if not self._run.on_pairs:
             return {}
         # Tensor ranks count the same pairs, all equally often; only the last stage counts any.
         right, margin, pairs = (sum(each) for each in zip(*engine.comm.exchange(self._seen.take()), strict=True))

@@ -13,7 +13,15 @@ from terrace.data.feeding import MADE_AHEAD
 from terrace.model.attention_kernel import AttentionCase, refusal
 from terrace.model.balance import BalanceConfig
 from terrace.model.block_operations import layer_operations
-from terrace.model.facts import has_scalar_head, layer_windows, longest_row, refuse_non_causal, rope_limit
+from terrace.model.facts import (
+    has_scalar_head,
+    layer_windows,
+    longest_row,
+    num_further_tokens,
+    refuse_non_causal,
+    rope_limit,
+)
+from terrace.model.hf.keys import NEXTN
 from terrace.model.part_kernel import PARTS, Part, PartsCase, left_to_torch
 from terrace.model.part_kernel import refusal as parts_refusal
 from terrace.model.spec import BlockSpec
@@ -333,6 +341,21 @@ def check_objective(run: RunConfig) -> None:
         raise ConfigError(f"train.beta = {beta} must be positive and finite")
     if objective != "dpo" and beta != type(run.train).beta:
         raise ConfigError(f'train.beta = {beta} has no effect: train.objective = "{objective}", not "dpo"')
+    if not 0 < run.train.mtp_loss_weight < math.inf:
+        raise ConfigError(
+            f"train.mtp_loss_weight = {run.train.mtp_loss_weight} must be positive and finite; to train no layers that "
+            f"predict further tokens, give --model.{NEXTN} 0"
+        )
+    if not num_further_tokens(run.model) and run.train.mtp_loss_weight != type(run.train).mtp_loss_weight:
+        raise ConfigError(
+            f"train.mtp_loss_weight = {run.train.mtp_loss_weight} has no effect: the model predicts no further tokens; "
+            f"name one with {NEXTN}, or leave it out"
+        )
+    if num_further_tokens(run.model) and objective != "next-token":
+        raise ConfigError(
+            f'the model predicts {num_further_tokens(run.model)} further tokens, which train.objective = "{objective}" '
+            f"does not train: give --model.{NEXTN} 0"
+        )
     has_pairs = any(source.format == "pairs" for source in run.data.sources())
     if has_scalar_head(run.model) and objective != "reward":
         raise ModelError(

@@ -8,7 +8,7 @@ from terrace.base.errors import ConfigError, ModelError, PlanError, did_you_mean
 from terrace.base.schema import read_table
 from terrace.model.blocks import block_specs, reading_hidden
 from terrace.model.config import ModelConfig
-from terrace.model.facts import longest_row, rope_limit, vocabulary_size
+from terrace.model.facts import longest_row, num_further_tokens, rope_limit, vocabulary_size
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.context import is_context_parallel
 from terrace.plan.handed_rows import Held
@@ -80,6 +80,11 @@ def check_teacher(run: RunConfig) -> None:
     teacher.check()
     model = teacher_model(teacher.model)
     check_same_tokens(run.model, model, f"teacher.model = {teacher.model!r}")
+    if num_further_tokens(model):
+        raise ModelError(
+            f"teacher.model = {teacher.model!r} has layers that predict further tokens, in a run folder: give what "
+            "terrace export writes of it, in which they are left out"
+        )
     _check_positions(run, model)
     if teacher.top_k >= (own := vocabulary_size(run.model)):
         raise ConfigError(f"teacher.top_k = {teacher.top_k} must be below the {own:,} tokens of the vocabulary, or 0")

@@ -97,6 +97,7 @@ def values_of(record: StepRecord) -> dict[str, float]:
         "router": record.router_losses | ({} if record.dropped is None else {"dropped": record.dropped}),
         "pairs": record.pairs,
         "teacher": record.teacher,
+        "further_tokens": record.further_tokens,
         "load": record.load,
         "outer": {f"{each}_{name}": value for each, row in record.outer.items() for name, value in row.items()},
         "eval": {

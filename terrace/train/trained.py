@@ -15,7 +15,7 @@ from terrace.data.ends import ends_of
 from terrace.data.tokenizer import BYTES, Tokenizer, load_tokenizer, trained_otherwise
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, load_model, parse_model
-from terrace.model.decoder import build_blocks
+from terrace.model.decoder import build_blocks, next_token_blocks
 from terrace.model.facts import has_scalar_head, positions_of
 from terrace.model.hf.folder import CONFIG, TOKENIZER, adapter_words, holds_weights
 from terrace.model.hf.pretrained import Pretrained
@@ -79,8 +79,9 @@ def load_blocks(
 ) -> tuple[ModelConfig, list[nn.Module]]:
     """The model of a checkpoint as plain single-device blocks, with adapters merged into the base weights."""
     config = parse_model(checkpoint.facts["model"])
-    return config, with_values(
-        config, merged_values(checkpoint), device, dtype, checkpoint.folder, list(checkpoint.layout)
+    return next_token_blocks(
+        config,
+        with_values(config, merged_values(checkpoint), device, dtype, checkpoint.folder, list(checkpoint.layout)),
     )
 
 

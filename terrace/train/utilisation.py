@@ -144,4 +144,5 @@ def _products(blocks: Sequence[BlockSpec], index: int) -> tuple[int, int]:
     # A tied head multiplies with the embedding's matrix.
     owner = blocks[0] if blocks[-1].tied_to else blocks[-1]
     output = next(param for param in owner.params if param.is_matrix)
-    return output.numel, output.numel if output.trainable else 0
+    numel = output.numel * blocks[index].operations.widths[0]
+    return numel, numel if output.trainable else 0

@@ -224,7 +224,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         30_532_122_624,
     ),
-    "GLM-4.5-Air": (  # its files hold 3,616,573,568 more in a layer for the token after the next
+    "GLM-4.5-Air": (  # its files repeat embedding and output matrix in the layer for the token after the next
         {
             "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
             "eos_token_id": [151329, 151336, 151338], "first_k_dense_replace": 1, "head_dim": 128,
@@ -237,7 +237,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "tie_word_embeddings": False, "topk_group": 1, "torch_dtype": "bfloat16",
             "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
         },
-        106_852_251_264,
+        106_852_251_264 + 3_616_573_568 - 2 * 151_552 * 4096,
     ),
     "DeepSeek-V3": (  # as it is without quantization_config; its files hold a layer more, and weights in fp8
         {
@@ -256,7 +256,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
             "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
         },
-        671_026_419_200,
+        671_026_419_200 + 11_610_068_224,
     ),
     "Kimi-K2": (  # likewise
         {

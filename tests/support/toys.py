@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from terrace.plan.plan import Plan
 from terrace.plan.wire import PLACEABLE
 from terrace.runtime.batch import Batch, places_of
 from terrace.runtime.describe import describe
+from terrace.runtime.further_tokens import next_and_further_tokens
 
 VOCAB, HIDDEN, SEQUENCE = 11, 6, 6
 TIER_NAMES = ("package", "node", "system", "site")
@@ -131,7 +133,7 @@ class Model:
     """How to build a model in fp64, the same on every rank, and its summed loss."""
 
     build: Callable[[], list[nn.Module]]
-    objective: Callable[[Tensor, Tensor], Tensor]
+    objective: Any  # Callable[[Tensor, Tensor], Tensor], unless the engine's own
     declared: tuple[BlockSpec, ...] = ()  # what a tensor axis needs to know
     config: ModelConfig | None = None  # of a decoder
 
@@ -200,6 +202,17 @@ def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed:
         return blocks
 
     return Model(lambda: deepcopy(prototype()), token_loss, specs, config)
+
+
+# Grouped heads whose norms differ from latent attention's; all layers but the first have experts.
+_GLM = _LLAMA | {"model_type": "glm4_moe", "head_dim": 4, "use_qk_norm": True, "moe_intermediate_size": 6}
+_GLM |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
+FURTHER_WEIGHT = 0.3
+
+
+def _further(table: dict[str, object], **changes: object) -> Model:
+    """A decoder with layers that predict further tokens."""
+    return replace(_decoder_model(table, **changes), objective=next_and_further_tokens(FURTHER_WEIGHT))
 
 
 # Eight heads, for eight tensor ranks; neither the vocabulary nor the inner size divides by four.
@@ -307,6 +320,9 @@ MODELS = {
     "wide latent": _decoder_model(_LATENT | _WIDE | {"num_key_value_heads": 8, "q_lora_rank": None}, experts=None),
     "dense latent": _decoder_model(_LATENT, experts=None),
     "deep latent": _decoder_model(_LATENT | _DEEP, tied_embeddings=True),
+    "further, latent": _further(_LATENT | {"num_nextn_predict_layers": 1}),
+    "further, two": _further(_GLM | {"num_nextn_predict_layers": 2}),
+    "deep further": _further(_GLM | _DEEP | {"num_nextn_predict_layers": 1}, tied_embeddings=True),
     "sunk": _decoder_model(_SUNK),
     "wide sunk": _decoder_model(_SUNK | _WIDE, tied_embeddings=True),
     "wide sunk, 1 kv head": _decoder_model(_SUNK | _WIDE | {"num_key_value_heads": 1}),

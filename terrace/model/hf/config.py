@@ -66,6 +66,8 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
         fields["experts"] = read_experts(loaded, family.names, family.constants)
     fields |= read_latent(loaded, table) | read_delta(loaded)
     fields |= {"family": name, "scalar_head": _read_head(table, family)}
+    if fields["scalar_head"]:  # which predicts no tokens
+        fields["num_mtp_layers"] = 0
     return _complete(fields, table)
 
 

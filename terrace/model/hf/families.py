@@ -34,7 +34,7 @@ from terrace.model.hf.key_tables import (
     SmolLM3Table,
     made,
 )
-from terrace.model.hf.keys import CLAMPED
+from terrace.model.hf.keys import CLAMPED, NEXTN, NEXTN_ALIAS
 
 # Which layers have the window if layer_types is missing: "": none, the family has no window; "all"; "after": those
 # after the first max_window_layers; "alternating": every other one; "unrotated": those without RoPE; "pattern": all
@@ -134,23 +134,20 @@ _SIGMOID_ROUTED = _ROUTED | {
     "experts.kept_groups": "topk_group",
     "experts.shared_size": "n_shared_experts",
     "experts.dense_layers": "first_k_dense_replace",
+    "num_mtp_layers": NEXTN,
 }
 _SIGMOID = _GATED | {"mlp_bias": False, "experts.gate": "sigmoid", "experts.biased": True}
-_SIGMOID_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
-# Multi-token prediction heads do not affect the next token, and are not written.
-_NO_FURTHER_TOKENS = {"num_nextn_predict_layers": 0}
+_SIGMOID_ALIASES = {"num_local_experts": "n_routed_experts", NEXTN_ALIAS: NEXTN}
 _DEEPSEEK_V3 = Family(
     keys=DeepseekV3Table,
     architecture="DeepseekV3ForCausalLM",
     names=_SIGMOID_ROUTED | _BIASED,
     constants=_SIGMOID,
-    written=_NO_FURTHER_TOKENS,
     aliases=_SIGMOID_ALIASES,
     is_mixture=True,
     # Released files have training settings and constants of the family; transformers also writes derived sizes.
     harmless=frozenset(
-        {"num_nextn_predict_layers", "aux_loss_alpha", "seq_aux", "ep_size", "auto_map", "output_router_logits"}
-        | {"head_dim", "qk_head_dim"}
+        {"aux_loss_alpha", "seq_aux", "ep_size", "auto_map", "output_router_logits"} | {"head_dim", "qk_head_dim"}
     ),
     only={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )
@@ -322,10 +319,9 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Glm4MoeForCausalLM",
         names=_SIGMOID_ROUTED | {"head_dim": "head_dim", "qkv_bias": "attention_bias", "qk_norm": "use_qk_norm"},
         constants=_SIGMOID | {"attention_bias": False},
-        written=_NO_FURTHER_TOKENS,
         aliases=_SIGMOID_ALIASES,
         is_scored=False,
-        harmless=frozenset({"num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef"}),
+        harmless=frozenset({"output_router_logits", "router_aux_loss_coef"}),
         is_mixture=True,
         factor_key="partial_rotary_factor",
         default_factor=0.5,

@@ -277,6 +277,7 @@ class Glm4MoeTable(_MixtureTable):
     topk_group: int = 1
     n_shared_experts: int = 1
     first_k_dense_replace: int = 1
+    num_nextn_predict_layers: int = 0
 
 
 @_table
@@ -314,3 +315,4 @@ class DeepseekV3Table(_MixtureTable):
     topk_group: int = 4
     n_shared_experts: int = 1
     first_k_dense_replace: int = 3
+    num_nextn_predict_layers: int = 0

@@ -26,8 +26,13 @@ resid_pdrop embd_pdrop attn_pdrop attention_dropout hidden_dropout attention_pro
 router_jitter_noise
 """
 _NOISES = tuple(_NOISE.split())
+NEXTN, NEXTN_ALIAS = "num_nextn_predict_layers", "num_mtp_layers"  # layers that predict further tokens
 # Keys that matter only in training, with their neutral value.
-TRAINING: Mapping[str, object] = {**dict.fromkeys(_NOISES, 0.0), "output_router_logits": False}
+TRAINING: Mapping[str, object] = {
+    **dict.fromkeys(_NOISES, 0.0),
+    "output_router_logits": False,
+    **dict.fromkeys((NEXTN, NEXTN_ALIAS), 0),
+}
 ONLY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NOISES, (0.0, None)),
     "quantization_config": (None,),

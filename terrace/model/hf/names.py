@@ -134,8 +134,18 @@ _AFTER = {
     "mlp_output_norm": "post_feedforward_layernorm",
 }
 _GEMMA = replace(_LLAMA, layer={**_LLAMA.layer, **_AFTER, "mlp_norm": "pre_feedforward_layernorm"})
+_OUTPUT_NORM = "output_norm"  # of the last layer, the model's final norm; and of layers that predict further tokens
+_FURTHER_TOKENS = {
+    "token_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "combine": "eh_proj",
+    _OUTPUT_NORM: "shared_head.norm",
+}
+_SIGMOID_ROUTED = _mixture("mlp", _PROJECTIONS, "shared_experts")
 _SIGMOID = replace(
-    _mixture("mlp", _PROJECTIONS, "shared_experts"), whole={GATE_BIAS: "mlp.gate.e_score_correction_bias"}
+    _SIGMOID_ROUTED,
+    layer={**_SIGMOID_ROUTED.layer, **_FURTHER_TOKENS},
+    whole={GATE_BIAS: "mlp.gate.e_score_correction_bias"},
 )
 _SUNK = {
     "attention.sinks": "self_attn.sinks",
@@ -271,6 +281,18 @@ def _names(config: ModelConfig, block: str) -> Names:
     return (LINEAR_NAMES if is_linear else NAMES)[config.family]
 
 
+def copies_of_shared(config: ModelConfig) -> frozenset[str]:
+    """Names of copies of embedding and output matrix that released files have in layers that predict further tokens."""
+    shared = f"{NAMES[config.family].embedding}.weight", "shared_head.head.weight"
+    return frozenset(f"{layer}{name}" for layer in further_layers(config, config.num_mtp_layers) for name in shared)
+
+
+def further_layers(config: ModelConfig, number: int) -> tuple[str, ...]:
+    """Prefixes of the tensors of `number` layers behind the last one, which predict further tokens."""
+    names, first = NAMES[config.family], config.num_layers
+    return tuple(f"{names.base}{names.layers}.{first + index}." for index in range(number))
+
+
 def output_name(config: ModelConfig) -> str:
     """Name of the output matrix, which a file may contain even if it is tied to the embedding."""
     return f"{NAMES[config.family].output}.weight"
@@ -289,6 +311,8 @@ def _source(config: ModelConfig, names: Names, owner: BlockSpec, spec: ParamSpec
         return StoredTensor(name=name, shape=shape)
     index = block.removeprefix("layers.")
     layer = f"{names.base}{names.layers}.{index}."
+    if module == _OUTPUT_NORM and int(index) < config.num_layers:
+        return StoredTensor(name=f"{names.base}{names.final_norm}.{ending}", shape=shape)
     if param in names.whole:
         return _whole(names, spec, f"{layer}{names.whole[param]}")
     if spec.is_stack:

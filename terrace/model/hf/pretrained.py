@@ -23,7 +23,7 @@ from terrace.base.errors import ModelError, did_you_mean
 from terrace.base.files import folder_atomic, respect_umask, write_atomic
 from terrace.base.foreign import check_file
 from terrace.model.block_operations import SCORE
-from terrace.model.config import ModelConfig, load_model, to_table
+from terrace.model.config import MOST_FURTHER_TOKENS, ModelConfig, load_model, to_table
 from terrace.model.dcp.reading import DcpWeights
 from terrace.model.hf.checksums import Checksums, checksums_of, sort_metadata
 from terrace.model.hf.config import published_table
@@ -39,9 +39,19 @@ from terrace.model.hf.folder import (
     token_ids,
     weight_files,
 )
+from terrace.model.hf.keys import NEXTN
 from terrace.model.hf.misfit import misfit_words
 from terrace.model.hf.mxfp4 import PACKED, PackedWeights
-from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, output_name, sources, stored_bytes
+from terrace.model.hf.names import (
+    DERIVED,
+    NAMES,
+    StoredTensor,
+    copies_of_shared,
+    further_layers,
+    output_name,
+    sources,
+    stored_bytes,
+)
 
 SHARD_BYTES = 5_000_000_000  # file size limit of transformers
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -175,6 +185,8 @@ class Pretrained:
             fix = misfit_words(missing, unexpected) or "give --model the folder of the weights"
             if missing == [output_name(self.config)]:
                 fix = "give --model.tie_word_embeddings true where the embedding is the output matrix"
+            if missing and all(name.startswith(further_layers(self.config, MOST_FURTHER_TOKENS)) for name in missing):
+                fix = f"give --model.{NEXTN} 0 where the folder has no layers that predict further tokens"
             raise ModelError(f"{self.folder} does not fit the model: {'; '.join(complaints[:_NAMED])}{more}: {fix}")
         for file in sorted(set(self._files.values())):
             self._sums.check_others(self._file(file))
@@ -191,12 +203,13 @@ class Pretrained:
     def _is_spare(self, name: str) -> bool:
         if DERIVED.search(name) or name.startswith(NAMES[self.config.family].beyond):
             return True
-        # A multi-token prediction layer is not part of the decoder.
-        if "num_nextn_predict_layers" not in FAMILIES[self.config.family].harmless:
+        # Layers that predict further tokens may be left out of the model.
+        if FAMILIES[self.config.family].names.get("num_mtp_layers") != NEXTN:
             return False
-        names = NAMES[self.config.family]
-        layer = f"{names.base}{names.layers}.{self.config.num_layers}."
-        return name.startswith(layer) and f"{layer}eh_proj.weight" in self._files
+        if self.config.num_mtp_layers:
+            return name in copies_of_shared(self.config)
+        layers = further_layers(self.config, MOST_FURTHER_TOKENS)
+        return name.startswith(layers) and f"{layers[0]}eh_proj.weight" in self._files
 
     @cached_property
     def _sources(self) -> dict[tuple[str, str], StoredTensor]:

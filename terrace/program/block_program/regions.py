@@ -44,8 +44,9 @@ from terrace.model.operations import (
     Sum,
     Tokens,
 )
+from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
-from terrace.plan.dims import CUT_BY, hidden_size, rank_numel
+from terrace.plan.dims import CUT_BY, hidden_size, is_table, rank_numel
 from terrace.plan.in_block_messages import Leg, TensorMessage
 from terrace.plan.mesh import no_sequence
 from terrace.plan.slices import is_shared
@@ -73,7 +74,8 @@ def tensor_steps(
     if tensor.tokens < 1:
         raise no_sequence("tensor")
     regathers = tensor.splits_tokens and not recomputed
-    writer = _Writer(tensor, hidden_size(blocks), block, attention, regathers=regathers)
+    tables = [param for owner in block.tied_to for param in blocks[owner].params]
+    writer = _Writer(tensor, hidden_size(blocks), block, tables, attention, regathers=regathers)
     operations, mixture = block.cut_operations.each, block.cut_operations.mixture
     if not mixture.each:
         return (tuple(writer.forward(operations)), tuple(writer.backward(operations))), ((), ())
@@ -86,10 +88,17 @@ def tensor_steps(
 
 class _Writer:
     def __init__(
-        self, tensor: TensorTraffic, hidden: int, block: BlockSpec, attention: tuple[Steps, Steps], *, regathers: bool
+        self,
+        tensor: TensorTraffic,
+        hidden: int,
+        block: BlockSpec,
+        tables: Sequence[ParamSpec],
+        attention: tuple[Steps, Steps],
+        *,
+        regathers: bool,
     ) -> None:
         self.tensor, self.regathers, self.splits, self.hidden = tensor, regathers, tensor.splits_tokens, hidden
-        self.block, self.attention = block, attention
+        self.block, self.attention, self.tables = block, attention, tables
         self.rows, self.columns, self.both = tensor.rows.axes, tensor.columns.axes, tensor.both.axes
         self.whole = (tensor.padded_tokens if self.splits else tensor.tokens) * hidden
         # Elements of the residual stream: `whole` over all rows and columns, `cut` over all rows of one column.
@@ -121,12 +130,13 @@ class _Writer:
 
     def look_up_backward(self, operation: LookUp) -> Iterator[BlockStep]:
         """A trained table needs the stream's whole gradient; a frozen one sends nothing."""
-        trains = any(param.trainable for param in self.block.params if param.name == operation.weight)
+        params = self.block.params if operation.owns else self.tables
+        trains = any(param.trainable for param in params if is_table(param))
         return self._gathered() if trains else iter(())
 
     def loss(self, loss: Loss) -> Iterator[BlockStep]:
         """Gather the whole stream, then exchange a few numbers per token for the losses."""
-        yield from self._gathered()
+        yield from self._gathered(loss.depths)
         if loss.numbers:
             yield from self._wait(self.both, loss.numbers * self.tensor.tokens, Leg.NUMBERS)
 
@@ -134,8 +144,8 @@ class _Writer:
         """Gather the whole stream; every rank then has all values."""
         return self._gathered()
 
-    def head_backward(self, _: Operation) -> Iterator[BlockStep]:
-        return self._summed(_WEIGHTS)
+    def head_backward(self, operation: Operation) -> Iterator[BlockStep]:
+        return self._summed(_WEIGHTS, operation.depths if isinstance(operation, Loss) else 1)
 
     def norm(self, operation: Norm) -> Iterator[BlockStep]:
         """Exchange one number per token over the axis that cuts the features (a layer norm: two)."""
@@ -188,19 +198,19 @@ class _Writer:
         """No messages: each rank computes its part locally."""
         return iter(())
 
-    def _gathered(self) -> Iterator[BlockStep]:
-        """Gather all tokens and features of the stream."""
+    def _gathered(self, width: int = 1) -> Iterator[BlockStep]:
+        """Gather all tokens and features of the stream, with `width` representations of a token."""
         if self.splits:
-            yield from self._wait(self.rows, self.cut, Leg.GATHER)
-        yield from self._wait(self.columns, self.whole, Leg.GATHER)
+            yield from self._wait(self.rows, width * self.cut, Leg.GATHER)
+        yield from self._wait(self.columns, width * self.whole, Leg.GATHER)
 
-    def _summed(self, behind: Compute | None) -> Iterator[BlockStep]:
+    def _summed(self, behind: Compute | None, width: int = 1) -> Iterator[BlockStep]:
         """Reduce partial sums of all tensor ranks into the stream; `behind` hides an all-reduce over rows."""
-        yield from self._wait(self.columns, self.whole, Leg.REDUCE)
+        yield from self._wait(self.columns, width * self.whole, Leg.REDUCE)
         if self.splits:
-            yield from self._wait(self.rows, self.cut, Leg.REDUCE)
+            yield from self._wait(self.rows, width * self.cut, Leg.REDUCE)
         else:
-            yield from self._wait(self.rows, self.cut, *_ALL_REDUCE, behind=behind)
+            yield from self._wait(self.rows, width * self.cut, *_ALL_REDUCE, behind=behind)
 
     def _await_input(self) -> Iterator[BlockStep]:
         yield from self.awaited

@@ -173,7 +173,9 @@ class _Cutter:
     def look_up(self, operation: LookUp) -> None:
         if isinstance(self._block, EmbeddingBlock) and getattr(self._block.lookup, "padding_idx", None) is not None:
             raise ModelError("an embedding under a tensor axis has no padding token: set padding_idx to None")
-        self._table = self._take_table(operation.weight)
+        # The table of further tokens belongs to the first block.
+        if operation.owns:
+            self._table = self._take_table(operation.weight)
         positions = self._take("positions") if operation.positions else None
         self._put(
             operation.weight,
