@@ -21,6 +21,7 @@ from terrace.generation.attention import PagedLayer, Passing, order
 from terrace.generation.cache_shape import cache_shape, layers_of, most_positions, window_of
 from terrace.generation.pages import BuildPool, GatheredPages, Span
 from terrace.generation.request import Completion, Request
+from terrace.generation.routes import Routes
 from terrace.generation.sampling import sample, seed_of, uniform
 from terrace.generation.scheduler import Chunk, ScheduledStep, Scheduler
 from terrace.generation.sequence_group import Decode
@@ -37,8 +38,8 @@ class GenerationEngine:
     A sequence attends to at most `context` tokens; see terrace.generation.scheduler for longer ones. The key-value
     cache has `num_pages` pages of `page_tokens` tokens, or as many pages as fit in `memory_bytes`; give one of the two.
     `token_budget` is the largest number of tokens per step, `version` the version of the weights. `decode` converts
-    tokens to text and is needed for stop texts. Raises `ConfigError` for invalid sizes, `ModelError` for a model that
-    is not causal.
+    tokens to text and is needed for stop texts. With `keeps_routes`, completions have the experts of their
+    tokens. Raises `ConfigError` for invalid sizes, `ModelError` for a model that is not causal.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class GenerationEngine:
         version: int = 0,
         decode: Decode | None = None,
         build_pool: BuildPool = GatheredPages,
+        keeps_routes: bool = False,
     ) -> None:
         refuse_non_causal(config)
         specs = block_specs(config)
@@ -75,6 +77,7 @@ class GenerationEngine:
             has_states=any(layer.delta.heads for layer in layers),
         )
         self._blocks, self._decode = blocks, decode
+        self._routes = Routes(blocks if keeps_routes else ())
         self._device = weight.device
         attending = [layer for layer in layers if layer.core.heads]
         core = attending[0].core
@@ -143,6 +146,7 @@ class GenerationEngine:
             self.pool.copy(source, target)
         for source, target in step.slot_copies:
             self.states.copy(source, target)
+        self._routes.begin()
         logits = self._pass(step, spans)
         tokens: list[int] = []
         logprobs: list[float] = []
@@ -150,7 +154,7 @@ class GenerationEngine:
             asked = [(len(chunk.group.tokens), request) for chunk in step.sampling for request in chunk.group.requests]
             uniforms = [uniform(seed_of(request.sampling.seed, request.seed), position) for position, request in asked]
             tokens, logprobs = sample(logits, [request.sampling for _, request in asked], uniforms)
-        ended = self._scheduler.advance(step, tokens, logprobs, self.version, self._decode)
+        ended = self._scheduler.advance(step, tokens, logprobs, self.version, self._decode, self._routes.take())
         for number in ended:
             self.pool.forget(number)
         return ended

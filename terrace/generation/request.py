@@ -61,13 +61,15 @@ class Completion:
 
     Log-probabilities are of the distribution sampled from, after temperature and cuts: 0.0 at temperature 0. `tokens`
     includes the stop token, or the tokens of the stop text. `finish` is "length" after `Request.num_tokens` tokens;
-    an "aborted" completion can be resumed as `Request.begun`.
+    an "aborted" completion can be resumed as `Request.begun`. `routes` are the experts of every token of prompt and
+    completion but the last, packed by terrace.generation.routes; empty unless the engine keeps them, and if aborted.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish: Literal["stop", "length", "aborted"]
+    routes: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):

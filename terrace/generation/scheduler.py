@@ -20,8 +20,9 @@ identically.
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from terrace.base.errors import ConfigError
 from terrace.generation.page_counts import PageCounts
@@ -138,9 +139,15 @@ class Scheduler:
         logprobs: Sequence[float],
         version: int,
         decode: Decode | None = None,
+        routes: Iterable[bytes] = (),
     ) -> dict[int, Completion]:
-        """Record the tokens sampled for the members of `step.sampling`. Returns ended completions by request id."""
+        """Record the tokens sampled for the members of `step.sampling`. Returns ended completions by request id.
+
+        `routes` are those of all tokens of the step, or none.
+        """
+        of_tokens = iter(routes)
         for chunk in step.chunks:
+            chunk.group.routes[chunk.first :] = islice(of_tokens, chunk.num_tokens)
             chunk.group.computed += chunk.num_tokens
         drawn = zip(tokens, logprobs, strict=True)
         ended: dict[int, Completion] = {}
@@ -298,6 +305,7 @@ class Scheduler:
     def _share(self, sibling: SequenceGroup, group: SequenceGroup, shared: int) -> None:
         group.pages = sibling.pages[: self._pages_of(shared)]
         group.num_dropped, group.computed = sibling.num_dropped, shared
+        group.routes = sibling.routes[:shared]
         self.counts.share(group.held)
 
     def _allocate(self, group: SequenceGroup, num_tokens: int) -> bool:

@@ -35,6 +35,7 @@ class SequenceGroup:
     num_dropped: int = 0
     slot: int = -1  # of the states of linear layers, while it runs
     pages: list[int] = field(default_factory=list)
+    routes: list[bytes] = field(default_factory=list)  # experts of the computed tokens, if the engine keeps them
 
     @staticmethod
     def of(number: int, request: Request) -> "SequenceGroup":
@@ -72,11 +73,18 @@ class SequenceGroup:
     def branch(self, members: list[Member]) -> "SequenceGroup":
         """A copy of this group for `members`. The caller must count the new references to its pages."""
         return SequenceGroup(
-            members, list(self.tokens), self.begin, self.computed, self.num_dropped, pages=list(self.pages)
+            members,
+            list(self.tokens),
+            self.begin,
+            self.computed,
+            self.num_dropped,
+            pages=list(self.pages),
+            routes=list(self.routes),
         )
 
     def completion(self, member: Member, finish: Literal["stop", "length", "aborted"]) -> Completion:
-        return Completion(tuple(self.made), tuple(member.logprobs), tuple(member.versions), finish)
+        routes = () if finish == "aborted" else tuple(self.routes)
+        return Completion(tuple(self.made), tuple(member.logprobs), tuple(member.versions), finish, routes)
 
     def ending(self, member: Member, decode: Decode | None) -> Literal["stop", "length"] | None:
         """Finish reason of a member after the last token, or None if it goes on."""

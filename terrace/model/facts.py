@@ -75,6 +75,14 @@ def layer_windows(config: ModelConfig) -> tuple[int, ...]:
     return config.windows
 
 
+def route_width(config: ModelConfig) -> tuple[int, int]:
+    """(Experts that a token passes in all layers together, experts of a layer); (0, 0) without experts."""
+    if config.experts is None:
+        return 0, 0
+    layers = config.num_layers - len(config.experts.dense_layers)
+    return layers * config.experts.per_token, config.experts.num_experts
+
+
 LOOKS_AHEAD = "the experts of a token depend on later tokens"  # why a model is not causal
 
 

@@ -32,6 +32,7 @@ class RunKeys:
     epochs: int = 1  # times that a response is learned from
     rows: int = 1  # tensor ranks of a replica that generates
     max_lag: int = 0  # steps that may lie between the weights that draw a response and the step that learns from it
+    router_replay: bool = False  # the actor learns from a response with the experts that it was drawn with
     reference: bool | str = True  # measure the KL to the start, or to the model in a folder, at the cost of a forward
     seed: int = 0  # of prompts, responses and initial values
     warmup_steps: int = 10  # in which the learning rate rises

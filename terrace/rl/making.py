@@ -12,7 +12,14 @@ from terrace.checkpoint.layout import folder_of
 from terrace.generation.cache_shape import cache_shape
 from terrace.model.blocks import block_specs
 from terrace.model.config import load_model
-from terrace.model.facts import has_scalar_head, longest_text, refuse_non_causal, vocabulary_size, with_scalar_head
+from terrace.model.facts import (
+    has_scalar_head,
+    is_dense,
+    longest_text,
+    refuse_non_causal,
+    vocabulary_size,
+    with_scalar_head,
+)
 from terrace.model.spec import freeze
 from terrace.plan.context import is_context_parallel
 from terrace.plan.keep import DEVICE
@@ -71,6 +78,8 @@ def _check_model(config: RlConfig) -> None:
         refuse_non_causal(model)
     if has_scalar_head(config.model):
         raise ModelError("the model is a reward model, which writes nothing: name a causal language model")
+    if config.run.router_replay and is_dense(config.model):
+        raise ModelError("run.router_replay repeats the choice of experts, and the model has none: leave it out")
     cache_shape(block_specs(config.model), config.run.rows)
 
 
@@ -144,6 +153,7 @@ def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) 
         "apart": apart,
         "timeout_s": run.timeout_s,
         "environment": environment_of(config, inputs),
+        "keeps_routes": run.router_replay,
     }
     found: dict[str, _Worker] = {ACTOR: (Actor, {**draws, "algorithm": config.algorithm})}
     if apart is not None:

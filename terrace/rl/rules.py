@@ -73,6 +73,16 @@ def check_sections(config: RlConfig) -> None:
             f"environment.deadline_s = {config.environment.deadline_s:g} must be below run.timeout_s = "
             f"{run.timeout_s:g}, since the call that draws waits for environments: raise run.timeout_s"
         )
+    if run.router_replay and run.max_lag:
+        raise ConfigError(
+            f"run.router_replay keeps the experts of responses that the present weights drew, and run.max_lag = "
+            f"{run.max_lag} takes older ones: set one of them to its default"
+        )
+    if run.router_replay and config.environment.name:
+        raise ConfigError(
+            "run.router_replay keeps the experts of responses of one turn, and an [environment] answers in between: "
+            "leave one of them out"
+        )
     _check_task(run)
     if run.start_steps and not run.task:
         raise ConfigError(f"run.start_steps = {run.start_steps}: only a task has right responses; leave it out")

@@ -93,7 +93,8 @@ class FurtherTokens(TokenObjective):
             raise ModelError(f"further tokens need a decoder's Head as last block, not {type(module).__name__}")
         later = batch.columns[LABELS]
         labels = torch.cat((batch.labels.unsqueeze(-1), later), -1)  # (B, S, n)
-        hidden = module.entering(inputs).unflatten(-1, (labels.shape[-1], -1)).flatten(1, 2)  # (B, S n, H)
+        wide = module.entering(inputs)  # (B, S, n H)
+        hidden = wide.reshape(len(labels), -1, wide.shape[-1] // labels.shape[-1])  # (B, S n, H)
         losses = vocabulary_losses(hidden, module.weight, labels.flatten(1), module.part, module.ranks, module.cap)
         losses = losses.view(labels.shape)
         further = losses[..., 1:].sum()

@@ -61,7 +61,7 @@ class BlockCalls:
     def run(self, block: int, inputs: Tensor, micro: int) -> Tensor:
         """Output of a block for a micro-batch; of the last block the loss."""
         batch, again = self.batches[micro], block in self.recomputed
-        self.passages.begin(micro, block if self.trains and again else None)
+        self.passages.begin(micro, block, again=self.trains and again)
         for axis in self.axes:
             axis.begin(micro, batch, again)
         module, objective = self.modules[block], self.objective if block == self.last else None

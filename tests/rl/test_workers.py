@@ -1,6 +1,5 @@
 """Actor, reference, critic: four ranks in two stages, generating in replicas of two, find the same as one process."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from terrace.base.errors import TrainingError
 from terrace.generation.engine import GenerationEngine
@@ -18,55 +16,15 @@ from terrace.rl.algorithms.algorithm import Algorithm, algorithm_of
 from terrace.rl.algorithms.batches import objective_of
 from terrace.rl.algorithms.metrics import ROLLOUT, Sums, of_rows
 from terrace.rl.algorithms.policy_loss import policy_loss
-from terrace.rl.calls.call import calls_of
-from terrace.rl.calls.host import tokens_of
-from terrace.rl.calls.layout import RoleLayout
-from terrace.rl.resolve import resolve
 from terrace.rl.sort_task import END, SortPrompts
 from terrace.rl.values.prompts import rows_of
-from terrace.rl.values.rows import Rows, cat
+from terrace.rl.values.rows import Rows
 from terrace.rl.workers import drawing
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.engine_rows import engine_of, scores
 from terrace.rl.workers.policy import Actor, Reference, Student
 from terrace.rl.workers.reward_model import RewardModel
-from terrace.rl.workers.settings import EngineSettings
-from tests.support.parity import exact
-from tests.support.pipelines import OUTER, pipelined
-from tests.support.toys import cluster_of
-
-NUM_PROMPTS, MINI_BATCH, NUM_TOKENS = 6, 8, 5
-MODEL = replace(
-    resolve("sort", None, {}, {}).model, hidden_size=32, num_layers=2, intermediate_size=48, head_dim=8, rotary_dim=8
-)
-TOLERANCE = 1e-10
-Say = Callable[..., Any]
-
-
-def settings_of(num_ranks: int, **more: Any) -> EngineSettings:
-    cluster = cluster_of(1) if num_ranks == 1 else cluster_of(2, 2)
-    plan = exact("ddp", cluster) if num_ranks == 1 else pipelined("zero3", OUTER, "1f1b")
-    plan = replace(plan, micro_batch=MINI_BATCH if num_ranks == 1 else 2)
-    sequence, num_micros = 11 + NUM_TOKENS - 1, 1 if num_ranks == 1 else 2
-    made = EngineSettings(model=MODEL, cluster=cluster, plan=plan, num_micros=num_micros, sequence=sequence, seed=3)
-    return replace(made, **more)
-
-
-def spoken_to(world: World | None, worker: Any, layout: RoleLayout) -> Say:
-    """Calls of a worker as a controller makes them, from every rank of its world."""
-
-    def say(method: str, rows: Rows | None = None, **values: Any) -> Any:
-        call, rank = calls_of(type(worker))[method], 0 if world is None else world.rank
-        given = () if rows is None else (rows.part(*layout.bounds(call, tokens_of(rows))[rank]),)
-        result = getattr(worker, method)(*given, **values)
-        found = [result]
-        if world is not None:
-            found = [None] * world.world_size
-            dist.all_gather_object(found, result)
-        taken = [found[source] for source in layout.sources(call)]
-        return cat(taken) if isinstance(taken[0], Rows) else taken[0]
-
-    return say
+from tests.support.role_workers import MINI_BATCH, MODEL, NUM_PROMPTS, NUM_TOKENS, TOLERANCE, settings_of, spoken_to
 
 
 def played(world: World | None, num_ranks: int) -> dict[str, Any]:

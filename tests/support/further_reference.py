@@ -64,7 +64,8 @@ class Reference(nn.Module):
         return found
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.own[name]
+        normal: Tensor = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.own[name]
+        return normal
 
     def _layer(self, layer: Any, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1])[None]

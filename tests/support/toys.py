@@ -133,7 +133,7 @@ class Model:
     """How to build a model in fp64, the same on every rank, and its summed loss."""
 
     build: Callable[[], list[nn.Module]]
-    objective: Any  # Callable[[Tensor, Tensor], Tensor], unless the engine's own
+    objective: Callable[[Tensor, Tensor], Tensor]
     declared: tuple[BlockSpec, ...] = ()  # what a tensor axis needs to know
     config: ModelConfig | None = None  # of a decoder
 
@@ -210,9 +210,10 @@ _GLM |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace
 FURTHER_WEIGHT = 0.3
 
 
-def _further(table: dict[str, object], **changes: object) -> Model:
+def _further(table: dict[str, object], **changes: Any) -> Model:
     """A decoder with layers that predict further tokens."""
-    return replace(_decoder_model(table, **changes), objective=next_and_further_tokens(FURTHER_WEIGHT))
+    objective: Any = next_and_further_tokens(FURTHER_WEIGHT)  # the engine's own form of one
+    return replace(_decoder_model(table, **changes), objective=objective)
 
 
 # Eight heads, for eight tensor ranks; neither the vocabulary nor the inner size divides by four.

@@ -20,12 +20,14 @@ from terrace.base.errors import DataError, PlanError
 from terrace.model.decoder import IGNORE_INDEX
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.shared_prefixes import places_of
-from terrace.rl.values.ragged import Ragged, check_rows, offsets_of, row_of_each
+from terrace.rl.values.ragged import Ragged, check_rows, check_shapes, offsets_of, row_of_each
 from terrace.rl.values.rows import Rows
 from terrace.runtime.batch import Batch
 from terrace.runtime.objective import TokenObjective, ValueObjective
+from terrace.runtime.routing.passages import CHOSEN
 from terrace.runtime.token_numbers import TokenNumbers
 
+ROUTES = "routes"  # ragged: the experts of each token of prompt and response but the last (terrace.generation.routes)
 WEIGHTS = "loss_weights"  # the column with the aggregation's weights
 _ROW = "row"  # the column with the row index of each label, in joined batches
 
@@ -69,10 +71,17 @@ def batch_of(
         flat[places] = values
         return flat.view(shape)
 
+    routes = {}
+    if ROUTES in rows.columns:
+        given_routes = rows.ragged(ROUTES)
+        check_shapes(routes=given_routes.lengths, inputs=texts.lengths - 1)
+        laid = given_routes.values.new_zeros(len(inputs), *given_routes.values.shape[1:])
+        laid[(texts.spread(_starts(rows, sequence)).values + position)[is_input]] = given_routes.values
+        routes = {CHOSEN: laid.view(*shape, -1)}
     return Batch(
         inputs.view(shape),
         labels.view(shape),
-        columns={name: laid_out(values) for name, values in numbers.items()},
+        columns={name: laid_out(values) for name, values in numbers.items()} | routes,
         weights=laid_out(counts),
     ).with_places(0, lengths=texts.lengths - 1)
 
@@ -181,7 +190,7 @@ def _counted(batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
             "axis and balance"
         )
     counted = batch.labels != IGNORE_INDEX
-    columns = {name: column[counted] for name, column in batch.columns.items()}
+    columns = {name: column[counted] for name, column in batch.columns.items() if name != CHOSEN}
     lengths = columns.pop(_ROW).bincount() if _ROW in columns else counted.sum(1)
     return counted, columns, offsets_of(lengths)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from terrace.rl.algorithms.advantages import is_degenerate
+from terrace.rl.algorithms.batches import ROUTES
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
 
@@ -34,6 +35,8 @@ def of_rows(rows: Rows, num_tokens: int) -> Metrics:
     if bool((groups[1:] == groups[:-1]).any()):
         found["group/all_right"] = _share(equal & (rewards > 0))
         found["group/all_wrong"] = _share(equal & (rewards <= 0))
+    if ROUTES in rows.columns:
+        found["rollout/route_bytes"] = float(rows.ragged(ROUTES).values.nbytes)
     if "old" in rows.columns:
         found |= _rollout(rows.ragged("old"), rows.ragged("rollout"))
     if "kl" in rows.columns:

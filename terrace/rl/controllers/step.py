@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from terrace.rl.algorithms import advantages
+from terrace.rl.algorithms.batches import ROUTES
 from terrace.rl.algorithms.importance import token_ratios, truncated
 from terrace.rl.algorithms.kl import adapted, estimates, penalised
 from terrace.rl.algorithms.metrics import ROLLOUT, Metrics, joined, of_rows, of_tokens
@@ -47,7 +48,7 @@ def overlong(setup: Setup, rows: Rows) -> Rows:
 
 def scored(setup: Setup, rows: Rows) -> Rows:
     """Add the current policy's log-probabilities `old` and, if there is a reference, its `reference` and token `kl`."""
-    texts = only(rows, *TEXTS)
+    texts = texts_of(rows)
     of_policy = Rows({"old": rows.ragged("rollout")}) if is_own(setup, rows) else setup.roles.actor.logprobs(texts)
     rows = rows | of_policy
     if setup.roles.reference is None:
@@ -64,6 +65,11 @@ def is_own(setup: Setup, rows: Rows) -> bool:
     No separate scoring pass is then needed; the step's first update computes the log-probabilities anyway and compares.
     """
     return setup.rollout_is_exact and bool((rows.ragged("versions").values == setup.progress.step).all())
+
+
+def texts_of(rows: Rows) -> Rows:
+    """The columns that the actor reads to score or to learn from responses."""
+    return only(rows, *TEXTS, *((ROUTES,) if ROUTES in rows.columns else ()))
 
 
 def only(rows: Rows, *names: str) -> Rows:
@@ -106,7 +112,7 @@ def learned(setup: Setup, rows: Rows, estimated: Ragged) -> Metrics:
     if compares:
         columns["rollout"] = rows.ragged("rollout")
     lr, names, updates = setup.lr(progress.step), tuple(columns), list[dict[str, float]]()
-    for part in mini_batches(setup, only(rows, *TEXTS) | Rows(columns)):
+    for part in mini_batches(setup, texts_of(rows) | Rows(columns)):
         updates.append(setup.roles.actor.update(part, lr=lr, columns=names))
         # After the first update the policy is no longer the one that drew.
         names = tuple(name for name in names if name != "rollout")

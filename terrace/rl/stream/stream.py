@@ -14,7 +14,7 @@ A group that would be too old after the next round must be complete at the end o
 once. Rounds end by counts and never by the clock, so repeated or resumed runs are bitwise equal.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -139,7 +139,7 @@ class Stream:
         open_groups = set(self._live.tensor("groups").tolist())
         new = [self._prompts(self._place + each) for each in range(drawing.under_way - len(open_groups))]
         self._place += len(new)
-        self._live = live = cat([self._live, *new])
+        self._live = live = _whole([self._live, *new])
         asked = live.take(_mask(each == "aborted" for each in live.objects("finish")))
         num_open = len(set(asked.tensor("groups").tolist()))
         num_spare = min(num_open, drawing.under_way - drawing.prompts)
@@ -165,7 +165,9 @@ class Stream:
         live = self._live
         done = live.take(_mask(each != "aborted" for each in live.objects("finish")))
         self.faults += faults_of(made)
-        self._live = _sorted(cat([done, asked.drop(*(name for name in made.columns if name in asked.columns)) | made]))
+        self._live = _sorted(
+            _whole([done, asked.drop(*(name for name in made.columns if name in asked.columns)) | made])
+        )
 
     def _complete(self) -> list[tuple[int, int]]:
         """(First version, group) of the complete groups, oldest first."""
@@ -278,6 +280,11 @@ def _nothing(num: int, has_environments: bool) -> Rows:
         return found
     numbers = {name: torch.zeros(num, dtype=torch.float64) for name in PLAYED}
     return found | Rows({"emitted": Ragged(torch.zeros(0, dtype=torch.bool), offsets), "fault": ("",) * num, **numbers})
+
+
+def _whole(parts: Sequence[Rows]) -> Rows:
+    """Concatenate the parts that have rows: only drawn ones have routes."""
+    return cat([each for each in parts if len(each)] or parts)
 
 
 def _sorted(rows: Rows) -> Rows:

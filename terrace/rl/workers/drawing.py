@@ -18,8 +18,11 @@ from terrace.generation.cache_shape import cache_shape
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.mapped import mapped_tokens, platform_pages
 from terrace.generation.request import Completion, Request, Sampling
+from terrace.generation.routes import unpacked
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
+from terrace.model.facts import route_width
+from terrace.rl.algorithms.batches import ROUTES
 from terrace.rl.values.ragged import Ragged, offsets_of
 from terrace.rl.values.rows import Rows, emitted_of
 from terrace.rl.workers.environments import NO_ENVIRONMENT, NOBODY, Environments, EnvironmentSettings, OneTurn
@@ -48,15 +51,17 @@ def drawn(
     leave: Fraction,
     environment: EnvironmentSettings = NO_ENVIRONMENT,
     group: OrderedGroup | None = None,
+    keeps_routes: bool = False,
 ) -> Rows:
     """Generate responses of at most `num_tokens` tokens to this replica's share of rows, on `tensor_rows` ranks.
 
-    `group` has those ranks, if there are several.
+    `group` has those ranks, if there are several. With `keeps_routes`, also the column `ROUTES`.
     """
     requests = requests_of(rows, num_tokens=num_tokens, stops=stops, seed=seed)
     partner = Environments(environment, rows, stops, group) if environment.name else OneTurn()
+    width = route_width(model) if keeps_routes else None
     if not requests:
-        return rows_of_completions([], partner.columns([]))
+        return rows_of_completions([], partner.columns([]), width)
     page_tokens = page_tokens_of(model, tensor_rows, next(blocks[0].parameters()).dtype)
     # Allocate only the pages that its requests need; every rank of the replica has the same requests.
     engine = GenerationEngine(
@@ -68,9 +73,10 @@ def drawn(
         page_tokens=page_tokens,
         version=version,
         build_pool=platform_pages,
+        keeps_routes=keeps_routes,
     )
     made = completed(engine, requests, rows, leave, partner)
-    return rows_of_completions(made, partner.columns(made))
+    return rows_of_completions(made, partner.columns(made), width)
 
 
 def page_tokens_of(model: ModelConfig, tensor_rows: int, dtype: torch.dtype) -> int:
@@ -157,10 +163,13 @@ def completed(
     return made
 
 
-def rows_of_completions(made: Sequence[Completion], beside: Rows | None = None) -> Rows:
+def rows_of_completions(
+    made: Sequence[Completion], beside: Rows | None = None, width: tuple[int, int] | None = None
+) -> Rows:
     """Columns `responses`, their log-probabilities `rollout`, weight `versions`, and `finish`.
 
     Where `beside`, of other columns (`OneTurn.columns`), has `emitted`, the numbers are those of emitted tokens alone.
+    With a `width` (`terrace.model.facts.route_width`) also `ROUTES`, the experts of every token but the last.
     """
     offsets = offsets_of(torch.tensor([len(each.tokens) for each in made], dtype=torch.int64))
     beside = beside or NOBODY.columns(made)
@@ -170,4 +179,9 @@ def rows_of_completions(made: Sequence[Completion], beside: Rows | None = None) 
         return found.kept(beside.ragged("emitted")) if "emitted" in beside.columns and kind != "tokens" else found
 
     responses, rollout = ragged("tokens", torch.int64), ragged("logprobs", torch.float32)
-    return Rows({"responses": responses, "rollout": rollout, "versions": ragged("versions", torch.int64)}) | beside
+    found = Rows({"responses": responses, "rollout": rollout, "versions": ragged("versions", torch.int64)}) | beside
+    if width is None:
+        return found
+    lengths = torch.tensor([len(each.routes) for each in made], dtype=torch.int64)
+    packed = unpacked([token for each in made for token in each.routes], width[1], width[0])
+    return found | Rows({ROUTES: Ragged(packed, offsets_of(lengths))})

@@ -19,7 +19,7 @@ from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.algorithm import Algorithm
-from terrace.rl.algorithms.batches import objective_of
+from terrace.rl.algorithms.batches import ROUTES, objective_of
 from terrace.rl.algorithms.metrics import Sums, rollout_numbers
 from terrace.rl.algorithms.policy_loss import aggregation_of, policy_loss
 from terrace.rl.calls.call import call
@@ -62,11 +62,14 @@ class Actor:
         apart: Apart | None = None,
         timeout_s: float = 600.0,
         environment: EnvironmentSettings = NO_ENVIRONMENT,
+        keeps_routes: bool = False,
     ) -> None:
         """Responses have at most `num_tokens` tokens, and their turns end with one of `stops`.
 
-        `timeout_s` is the timeout of a hand-over message. Raises as the engine does.
+        `timeout_s` is the timeout of a hand-over message. With `keeps_routes`, responses have the experts of their
+        tokens, which the actor's passes over them use again. Raises as the engine does.
         """
+        self._keeps_routes = keeps_routes
         self._settings, self._num_tokens, self._stops, self._seed = settings, num_tokens, stops, seed
         self._environment = environment
         self._aggregation, self._sums = aggregation_of(algorithm, num_tokens), Sums()
@@ -145,9 +148,10 @@ class Actor:
             leave=leave,
             environment=self._environment,
             group=None if self._hand_over is None else self._hand_over.group,
+            keeps_routes=self._keeps_routes,
         )
 
-    @call(split="data", take="data", balance="rows", reads=TEXTS)
+    @call(split="data", take="data", balance="rows", reads=(*TEXTS, ROUTES))
     def logprobs(self, rows: Rows) -> Rows:
         """Log-probabilities `old` of the responses' tokens, computed by the training engine."""
         return Rows({"old": scores(self.engine, rows)})

@@ -45,6 +45,7 @@ class Rollout:
         seed: int = 0,
         timeout_s: float = 600.0,
         environment: EnvironmentSettings = NO_ENVIRONMENT,
+        keeps_routes: bool = False,
     ) -> None:
         """Responses have at most `num_tokens` tokens, and their turns end with one of `stops`.
 
@@ -53,6 +54,7 @@ class Rollout:
         self._world, self._settings, self._apart, self._rows = world, settings, apart, rows
         self._drawing: dict[str, Any] = {"num_tokens": num_tokens, "stops": stops, "seed": seed, "tensor_rows": rows}
         self._drawing["environment"] = environment
+        self._drawing["keeps_routes"] = keeps_routes
         self._version, self._limit = 0, timedelta(seconds=timeout_s)
         self._takes: HandOverApart | None = None
         self._blocks: Sequence[nn.Module] | None = None

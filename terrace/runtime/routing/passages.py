@@ -19,6 +19,9 @@ from terrace.plan.tensor_traffic import row_tokens
 from terrace.program.program import Program
 from terrace.runtime.batch import Batch
 
+# Column of a batch, (B, S, L k): the experts that tokens pass in the model's L layers with experts, whatever routers
+# would choose. Routers weigh them by their own scores.
+CHOSEN = "chosen experts"
 _BY_PLACE = ("gate = 'noisy'", "gate = 'expert_choice'")
 
 
@@ -48,6 +51,9 @@ class Passages:
             for router in (each for each in module.modules() if isinstance(each, Router)):
                 router.gating, router.layer = self._gating, block
                 self._routers.append(router)
+        # Of the whole model, in the order of `CHOSEN`.
+        self._mixtures = [index for index, block in enumerate(program.blocks) if has_routers([block])]
+        self._chosen: list[Tensor | None] = []  # (T, L, k) of each micro-batch
         self._layers: frozenset[int | None] = frozenset(router.layer for router in self._routers)
         # Whether a loss, a capacity or a gate depends on a token's sequence.
         is_noncausal = any(router.config.is_noncausal for router in self._routers)
@@ -97,23 +103,30 @@ class Passages:
         self._passages = [
             self._passage(batch, all_take_part, self._shares(batch) if weighs else None) for batch in batches
         ]
+        self._chosen = [self._chosen_of(*each) for each in zip(batches, self._passages, strict=True)]
 
     def remove(self) -> None:
         """Detach from the routers."""
         for router in self._routers:
             router.gating = None
 
-    def begin(self, micro: int, recomputed: int | None = None) -> None:
-        """Select the micro-batch of the next pass; `recomputed` is its block, if its backward reruns the forward."""
+    def begin(self, micro: int, block: int, *, again: bool = False) -> None:
+        """Select the block and micro-batch of the next pass; `again` if the backward reruns the block's forward."""
         if not self._counts:
             return
         self._gating.passage, self._gating.kept = self._passages[micro], None
-        if recomputed in self._layers:
+        if block not in self._layers:
+            return
+        if again:
             # The second pass takes what the first has left.
-            kept = self._kept.pop((recomputed, micro), None)
+            kept = self._kept.pop((block, micro), None)
             if kept is None:
-                kept = self._kept[recomputed, micro] = Kept()
+                kept = self._kept[block, micro] = Kept()
             self._gating.kept = kept
+        if (chosen := self._chosen[micro]) is not None:
+            self._gating.kept = kept = self._gating.kept or Kept()
+            if kept.experts is None:
+                kept.experts = chosen[:, self._mixtures.index(block)].int()
 
     def _shares(self, batch: Batch) -> Tensor:
         if batch.shares is not None:
@@ -124,6 +137,14 @@ class Passages:
                 "all of them: give Batch their shares (terrace.runtime.batch.shares_of)"
             )
         return batch.shares_of_tokens(self._ignored)
+
+    def _chosen_of(self, batch: Batch, passage: Passage) -> Tensor | None:
+        if CHOSEN not in batch.columns:
+            return None
+        chosen = batch.columns[CHOSEN]
+        chosen = chosen.reshape(batch.labels.numel(), len(self._mixtures), -1)  # (B S, L, k)
+        own = chosen[row_tokens(batch.labels.numel(), *self._row)]
+        return own if passage.kept is None else own[passage.kept]
 
     def _passage(self, batch: Batch, all_take_part: bool, shares: Tensor | None) -> Passage:
         """The passage of a micro-batch on this tensor row, which routes a part of its tokens."""
