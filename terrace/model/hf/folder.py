@@ -15,6 +15,7 @@ from terrace.base.errors import ConfigError, ModelError
 from terrace.base.foreign import read_file
 from terrace.base.parsing import parse_json
 from terrace.base.schema import read_table
+from terrace.model.hf.keys import NEXTN, NEXTN_ALIAS, PROJECTION
 
 ADAPTER = "adapter_config.json"  # of a folder of peft
 METADATA = ".metadata"  # of a folder of torch.distributed.checkpoint
@@ -36,6 +37,7 @@ TOKENIZER_FILES = (
 GENERATION = "generation_config.json"
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_MOST_HEADER_BYTES = 100_000_000  # of safetensors
 _OTHER_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "tf_model.h5", "flax_model.msgpack", "consolidated.*.pth")
 
 
@@ -55,9 +57,33 @@ def config_file(name: str | Path) -> Path:
 
 
 def read_model_table(path: str) -> dict[str, Any]:
-    """Read the table of `config_file`. Raises `ConfigError`."""
+    """Read the table of `config_file`. Raises `ConfigError`.
+
+    A folder whose weights lack the layers for further tokens has none of them: `transformers` names one in every table
+    that it writes for their families, and keeps no such weights.
+    """
     file = config_file(path)
-    return read_table(file, None if file == Path(path) else Path(path))
+    if file == Path(path):
+        return read_table(file)
+    table = read_table(file, Path(path))
+    named = [key for key in (NEXTN, NEXTN_ALIAS) if table.get(key)]
+    stored = _tensor_names(Path(path)) if named else ()
+    if stored and not any(name.endswith(f".{PROJECTION}.weight") for name in stored):
+        table |= dict.fromkeys(named, 0)
+    return table
+
+
+def _tensor_names(folder: Path) -> tuple[str, ...]:
+    """Names of the tensors in a folder; empty where it has no weights, or files that reading them refuses."""
+    try:
+        if (folder / INDEX).is_file():
+            return tuple(read_table(folder / INDEX, folder)["weight_map"])
+        with (folder / SINGLE).open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            found = parse_json(file.read(size)) if size <= _MOST_HEADER_BYTES else {}
+        return tuple(found)
+    except (ConfigError, OSError, KeyError, TypeError, ValueError):
+        return ()
 
 
 def holds_weights(folder: str) -> bool:

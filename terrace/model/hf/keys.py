@@ -27,6 +27,7 @@ router_jitter_noise
 """
 _NOISES = tuple(_NOISE.split())
 NEXTN, NEXTN_ALIAS = "num_nextn_predict_layers", "num_mtp_layers"  # layers that predict further tokens
+PROJECTION = "eh_proj"  # a module that such a layer alone has
 # Keys that matter only in training, with their neutral value.
 TRAINING: Mapping[str, object] = {
     **dict.fromkeys(_NOISES, 0.0),

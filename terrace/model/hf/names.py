@@ -20,6 +20,7 @@ from terrace.model.block_operations import SCORE
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.experts.config import GATE_BIAS
+from terrace.model.hf.keys import PROJECTION
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 
@@ -138,7 +139,7 @@ _OUTPUT_NORM = "output_norm"  # of the last layer, the model's final norm; and o
 _FURTHER_TOKENS = {
     "token_norm": "enorm",
     "hidden_norm": "hnorm",
-    "combine": "eh_proj",
+    "combine": PROJECTION,
     _OUTPUT_NORM: "shared_head.norm",
 }
 _SIGMOID_ROUTED = _mixture("mlp", _PROJECTIONS, "shared_experts")

@@ -39,7 +39,7 @@ from terrace.model.hf.folder import (
     token_ids,
     weight_files,
 )
-from terrace.model.hf.keys import NEXTN
+from terrace.model.hf.keys import NEXTN, PROJECTION
 from terrace.model.hf.misfit import misfit_words
 from terrace.model.hf.mxfp4 import PACKED, PackedWeights
 from terrace.model.hf.names import (
@@ -209,7 +209,7 @@ class Pretrained:
         if self.config.num_mtp_layers:
             return name in copies_of_shared(self.config)
         layers = further_layers(self.config, MOST_FURTHER_TOKENS)
-        return name.startswith(layers) and f"{layers[0]}eh_proj.weight" in self._files
+        return name.startswith(layers) and f"{layers[0]}{PROJECTION}.weight" in self._files
 
     @cached_property
     def _sources(self) -> dict[tuple[str, str], StoredTensor]:
