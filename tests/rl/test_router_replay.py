@@ -76,7 +76,7 @@ def forced(config: ModelConfig, rows: Rows, settings: EngineSettings) -> list[Te
                 likely = (x @ router.weight.t()).softmax(-1).gather(-1, experts)
                 return Choice(experts, likely / likely.sum(-1, keepdim=True))
 
-            router.forward = choose  # type: ignore[method-assign]
+            router.forward = choose  # type: ignore[assignment,method-assign]
         text = torch.cat([prompt, response])
         logits = run_blocks(blocks, text[None, :-1])[0].log_softmax(-1)
         found.append(logits[len(prompt) - 1 :].gather(-1, response[:, None]).squeeze(-1))
@@ -153,15 +153,15 @@ def test_routes_do_not_depend_on_company(name: str) -> None:
         return GenerationEngine(make(config), config, context=32, num_pages=64, page_tokens=4, keeps_routes=True)
 
     together = engine().run(asked)
-    for each, one in zip(together, asked, strict=True):
-        assert each.routes == engine().run([one])[0].routes
+    for one, made in zip(asked, together, strict=True):
+        assert made.routes == engine().run([one])[0].routes
     chosen: list[Tensor] = []
     blocks = make(config)
     routers = [module for block in blocks for module in block.modules() if isinstance(module, Router)]
     hooks = [each.register_forward_hook(lambda _, __, choice: chosen.append(choice.experts)) for each in routers]
-    for each, made in zip(asked, together, strict=True):
+    for one, made in zip(asked, together, strict=True):
         chosen.clear()
-        run_blocks(blocks, torch.tensor([[*each.prompt, *made.tokens[:-1]]]))
+        run_blocks(blocks, torch.tensor([[*one.prompt, *made.tokens[:-1]]]))
         assert [list(token) for token in made.routes] == torch.cat(chosen, -1).tolist()
     for hook in hooks:
         hook.remove()

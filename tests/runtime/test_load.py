@@ -91,7 +91,7 @@ def test_sequences_of_tokens_are_found_where_something_goes_by_them(
     passages = Passages(blocks, program, balance, 0, CPU)
     tokens = torch.arange(4).unsqueeze(0)
     passages.take([Batch(tokens, tokens).with_places(0)], trains=True)
-    passages.begin(0)
+    passages.begin(0, 1)
     (gating,) = (module.gating for module in blocks[1].modules() if isinstance(module, Router))
     assert gating is not None
     assert gating.passage is not None
