@@ -333,7 +333,7 @@ def to_gradient(logits: Tensor, labels: Tensor, scale: float = 1.0) -> Tensor:
         losses[rows] = x.gather(-1, at[rows]).squeeze(-1)
         x.exp_().scatter_add_(-1, at[rows], x.new_full((1, 1), -1.0).expand_as(at[rows]))
         # Ignored labels get no gradient.
-        logits[rows] = x.mul_(counted[rows].unsqueeze(-1) * scale)
+        logits[rows] = x.mul_(counted[rows].unsqueeze(-1).to(wide) * scale)
     return -losses.masked_fill(~counted, 0.0).sum(dtype=torch.float64)
 
 

@@ -29,6 +29,7 @@ class Reference(nn.Module):
         self.num_layers, self.depths = table["num_hidden_layers"], depths
         deeper = table | {"num_hidden_layers": self.num_layers + depths}
         (folder / "config.json").write_text(json.dumps(deeper))
+        transformers.logging.set_verbosity_error()  # it reports the tensors that it does not know
         options = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
         self.whole: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
         (stored,) = (safetensors.torch.load_file(path) for path in folder.glob("*.safetensors"))
