@@ -21,13 +21,12 @@ from terrace.model.experts.mixture import Router
 from terrace.model.init import initialise
 from terrace.plan.presets import preset
 from terrace.rl.algorithms.algorithm import algorithm_of
-from terrace.rl.algorithms.batches import ROUTES
 from terrace.rl.algorithms.metrics import of_rows
 from terrace.rl.making import check_roles
 from terrace.rl.resolve import resolve
 from terrace.rl.sort_task import END, SortPrompts
 from terrace.rl.values.prompts import rows_of
-from terrace.rl.values.rows import Rows
+from terrace.rl.values.rows import ROUTES, Rows
 from terrace.rl.workers.policy import Actor
 from terrace.rl.workers.settings import EngineSettings
 from tests.support.generation import MODELS, make

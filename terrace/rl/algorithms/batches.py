@@ -21,13 +21,12 @@ from terrace.model.decoder import IGNORE_INDEX
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.shared_prefixes import places_of
 from terrace.rl.values.ragged import Ragged, check_rows, check_shapes, offsets_of, row_of_each
-from terrace.rl.values.rows import Rows
+from terrace.rl.values.rows import ROUTES, Rows
 from terrace.runtime.batch import Batch
 from terrace.runtime.objective import TokenObjective, ValueObjective
 from terrace.runtime.routing.passages import CHOSEN
 from terrace.runtime.token_numbers import TokenNumbers
 
-ROUTES = "routes"  # ragged: the experts of each token of prompt and response but the last (terrace.generation.routes)
 WEIGHTS = "loss_weights"  # the column with the aggregation's weights
 _ROW = "row"  # the column with the row index of each label, in joined batches
 

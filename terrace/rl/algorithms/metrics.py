@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from terrace.rl.algorithms.advantages import is_degenerate
-from terrace.rl.algorithms.batches import ROUTES
 from terrace.rl.values.ragged import Ragged
-from terrace.rl.values.rows import Rows
+from terrace.rl.values.rows import ROUTES, Rows
 
 Metrics = dict[str, float]
 ROLLOUT = ("rollout/logprob_diff_max", "rollout/logprob_diff_mean", "rollout/k3", "rollout/ess")

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from terrace.rl.algorithms import advantages
-from terrace.rl.algorithms.batches import ROUTES
 from terrace.rl.algorithms.importance import token_ratios, truncated
 from terrace.rl.algorithms.kl import adapted, estimates, penalised
 from terrace.rl.algorithms.metrics import ROLLOUT, Metrics, joined, of_rows, of_tokens
 from terrace.rl.controllers.setup import Setup
 from terrace.rl.stream.stream import lags
 from terrace.rl.values.ragged import Ragged
-from terrace.rl.values.rows import Rows
+from terrace.rl.values.rows import ROUTES, Rows
 
 TEXTS = ("prompts", "responses", "emitted")  # `emitted` only where environments answer
 EARNED = "earned"  # column of the rewards that environments gave

@@ -17,6 +17,8 @@ from terrace.rl.values.ragged import Ragged, joined
 
 Column = Tensor | Ragged | tuple[object, ...]
 
+ROUTES = "routes"  # ragged: the experts of each token of prompt and response but the last (terrace.generation.routes)
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:

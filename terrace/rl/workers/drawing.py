@@ -22,9 +22,8 @@ from terrace.generation.routes import unpacked
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.facts import route_width
-from terrace.rl.algorithms.batches import ROUTES
 from terrace.rl.values.ragged import Ragged, offsets_of
-from terrace.rl.values.rows import Rows, emitted_of
+from terrace.rl.values.rows import ROUTES, Rows, emitted_of
 from terrace.rl.workers.environments import NO_ENVIRONMENT, NOBODY, Environments, EnvironmentSettings, OneTurn
 
 # "turns": after the most turns; "fault": its environment failed.

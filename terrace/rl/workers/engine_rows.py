@@ -24,10 +24,10 @@ from terrace.model.facts import has_linear_layers, is_dense
 from terrace.model.init import initial_value
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
 from terrace.rl.algorithms.aggregation import Aggregation
-from terrace.rl.algorithms.batches import ROUTES, at_valid_tokens, batch_of
+from terrace.rl.algorithms.batches import at_valid_tokens, batch_of
 from terrace.rl.algorithms.shared_prefixes import has_shared_prefixes, share_prefixes
 from terrace.rl.values.ragged import Ragged, joined, offsets_of
-from terrace.rl.values.rows import Rows, cat
+from terrace.rl.values.rows import ROUTES, Rows, cat
 from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine

@@ -19,7 +19,7 @@ from terrace.launch.rendezvous import open_store
 from terrace.launch.world import World
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.algorithm import Algorithm
-from terrace.rl.algorithms.batches import ROUTES, objective_of
+from terrace.rl.algorithms.batches import objective_of
 from terrace.rl.algorithms.metrics import Sums, rollout_numbers
 from terrace.rl.algorithms.policy_loss import aggregation_of, policy_loss
 from terrace.rl.calls.call import call
@@ -27,7 +27,7 @@ from terrace.rl.calls.layout import RoleLayout
 from terrace.rl.hand_over.apart import HandOverApart
 from terrace.rl.hand_over.reshard import HandOver
 from terrace.rl.hand_over.transition import Apart
-from terrace.rl.values.rows import Rows
+from terrace.rl.values.rows import ROUTES, Rows
 from terrace.rl.workers.drawing import READS, drawn
 from terrace.rl.workers.engine_rows import (
     ALL,
