@@ -14,6 +14,7 @@ from terrace.data.batches import Batches, Source, SourceUse
 from terrace.launch.start import pace
 from terrace.model.facts import family_of
 from terrace.plan.few_exchanges import few_exchanges
+from terrace.plan.pruning import pruned_words
 from terrace.probe.products import bf16_slowdown
 from terrace.program.program import Program
 from terrace.report.step_sections import blocks_section, bytes_section, memory_section, plan_section
@@ -26,7 +27,7 @@ from terrace.train.folder import start_words
 from terrace.train.job import RunJob
 from terrace.train.prediction import checked_programs, forget_programs, job_of
 from terrace.train.rates import rate_words
-from terrace.train.rules import parts_words, pruned_words
+from terrace.train.rules import parts_words
 
 _WIDTH = 80  # of a terminal
 
@@ -53,7 +54,9 @@ def show_plan(job: RunJob, verbose: bool = False) -> None:
             print(compiles_words(view.programs, run.train.kernels != "torch"))
     else:
         print("\n".join(map(_folded, (plan_summary(run.cluster, run.plan), _cost_words(view), *_warnings(run)))))
-    for line in filter(None, (parts_words(run), pruned_words(run), *dtype_words(run, verbose), *_pace_words())):
+    for line in filter(
+        None, (parts_words(run), pruned_words(run.prune, run.blocks()), *dtype_words(run, verbose), *_pace_words())
+    ):
         print(line if verbose else _folded(line))
     if verbose:
         print()

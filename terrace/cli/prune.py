@@ -32,7 +32,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if options.data is None and options.documents is not None:
         raise ConfigError("--documents has no effect on a run's own evaluation data: leave it out, or give --data PATH")
     # After the options are checked: importing torch takes seconds.
-    from terrace.model.hf.pretrained import check_new
+    from terrace.model.hf.written import check_new
     from terrace.model.prune import Shares, sizes_words
     from terrace.train.prune import prune
 
@@ -84,7 +84,7 @@ def _write(options: argparse.Namespace, found: "Pruned") -> tuple[list[str], str
         dtype, source = options.dtype or run.compute, run.source if run.source.is_dir() else None
         end = end_of_text(run)
         return write_model(config, found.value, options.path, dtype, shard_bytes, source, end), dtype
-    from terrace.model.hf.pretrained import write_pretrained
+    from terrace.model.hf.written import write_pretrained
 
     dtype = options.dtype or _stored_dtype(options.folder)
     more: dict[str, Any] = {"shard_bytes": shard_bytes, "source": options.folder}

@@ -16,8 +16,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Writes the folder; returns 0."""
     check_count("--shard-bytes", options.shard_bytes)
     # After the options are checked: importing torch takes seconds.
-    from terrace.model.hf.pretrained import Pretrained, write_pretrained
+    from terrace.model.hf.pretrained import Pretrained
     from terrace.model.hf.upcycle import Upcycling
+    from terrace.model.hf.written import write_pretrained
 
     dense = load_model(str(options.folder))
     upcycling = Upcycling(

@@ -20,8 +20,7 @@ from terrace.base.errors import ConfigError
 from terrace.generation.attention import PagedLayer, Passing, order
 from terrace.generation.cache_shape import cache_shape, layers_of, most_positions, window_of
 from terrace.generation.pages import BuildPool, GatheredPages, Span
-from terrace.generation.request import Completion, Request
-from terrace.generation.routes import Routes
+from terrace.generation.request import UNRECORDED, Completion, Recorder, Request
 from terrace.generation.sampling import sample, seed_of, uniform
 from terrace.generation.scheduler import Chunk, ScheduledStep, Scheduler
 from terrace.generation.sequence_group import Decode
@@ -38,8 +37,8 @@ class GenerationEngine:
     A sequence attends to at most `context` tokens; see terrace.generation.scheduler for longer ones. The key-value
     cache has `num_pages` pages of `page_tokens` tokens, or as many pages as fit in `memory_bytes`; give one of the two.
     `token_budget` is the largest number of tokens per step, `version` the version of the weights. `decode` converts
-    tokens to text and is needed for stop texts. With `keeps_routes`, completions have the experts of their
-    tokens. Raises `ConfigError` for invalid sizes, `ModelError` for a model that is not causal.
+    tokens to text and is needed for stop texts. With a recorder of `routes`, completions have the experts of
+    their tokens. Raises `ConfigError` for invalid sizes, `ModelError` for a model that is not causal.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class GenerationEngine:
         version: int = 0,
         decode: Decode | None = None,
         build_pool: BuildPool = GatheredPages,
-        keeps_routes: bool = False,
+        routes: Recorder = UNRECORDED,
     ) -> None:
         refuse_non_causal(config)
         specs = block_specs(config)
@@ -76,8 +75,7 @@ class GenerationEngine:
             window=self._window if is_rolling else 0,
             has_states=any(layer.delta.heads for layer in layers),
         )
-        self._blocks, self._decode = blocks, decode
-        self._routes = Routes(blocks if keeps_routes else ())
+        self._blocks, self._decode, self._routes = blocks, decode, routes
         self._device = weight.device
         attending = [layer for layer in layers if layer.core.heads]
         core = attending[0].core

@@ -55,6 +55,20 @@ class Sampling:
         return ""
 
 
+class Recorder:
+    """Of the experts that a pass chooses; this one records none (terrace.generation.routes.Routes)."""
+
+    def begin(self) -> None:
+        """Record the choices of the next pass."""
+
+    def take(self) -> list[bytes]:
+        """The packed experts of every token of the pass, in order; empty if none are recorded."""
+        return []
+
+
+UNRECORDED = Recorder()
+
+
 @dataclass(frozen=True)
 class Completion:
     """Sampled tokens, and for each its log-probability and the version of the weights that sampled it.

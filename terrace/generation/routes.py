@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import ConfigError
+from terrace.generation.request import Recorder
 from terrace.model.balance import BalanceConfig
 from terrace.model.experts.gating import Gating, Kept
 from terrace.model.experts.mixture import Router
@@ -22,7 +23,7 @@ def route_dtype(num_experts: int) -> torch.dtype:
     return torch.uint8 if num_experts <= _BYTE else torch.int16
 
 
-class Routes:
+class Routes(Recorder):
     """Records the choices of all routers of `blocks`, in their order. Without any, does nothing."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:

@@ -66,6 +66,18 @@ def pruned_params(blocks: Sequence[BlockSpec]) -> Iterator[tuple[BlockSpec, Para
             yield from ((block, param) for param in block.params if has_blocks(param))
 
 
+def pruned_words(pruning: BlockPruning, blocks: Sequence[BlockSpec]) -> str:
+    """A line on the blocks that a run sets to zero; "" if it sets none."""
+    if not pruning.is_on:
+        return ""
+    rows, columns = pruning.blocks
+    number = sum(param.num_parts for _, param in pruned_params(blocks))
+    return (
+        f"blocks of {rows} x {columns}: a share of {pruning.share:.3g} is zero in each of {number:,} matrices after "
+        f"{counted(pruning.after, 'update')}"
+    )
+
+
 def has_blocks(param: ParamSpec) -> bool:
     """Whether blocks of this parameter of a layer are set to zero."""
     is_matrix = is_product_matrix(param) or (param.is_stack and param.is_matrix)

@@ -15,7 +15,7 @@ from terrace.data.tokenizer_files import ending, filling, with_special
 from terrace.model.config import ModelConfig, parse_model
 from terrace.model.facts import has_scalar_head, vocabulary_size
 from terrace.model.hf.folder import CONFIG, GENERATION, TOKENIZER, carried_files, read_files
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.model.lora.config import is_adapter
 from terrace.model.lora.peft import write_adapter
 from terrace.train.adapted import lora_of, merged_values

@@ -39,7 +39,7 @@ from terrace.model.dcp.writing import DcpWriter
 from terrace.model.hf.config import published_table
 from terrace.model.hf.folder import CONFIG, carried_files, token_ids
 from terrace.model.hf.names import output_name
-from terrace.model.hf.pretrained import DTYPES, Parts, joined, rounded, stored_parts
+from terrace.model.hf.written import DTYPES, Parts, joined, rounded, stored_parts
 from terrace.runtime.states import ADAMW, FROZEN, KINDS
 from terrace.train.adapted import lora_of, merged_values
 from terrace.train.export import token_facts

@@ -34,7 +34,7 @@ from terrace.plan.members import (
     check_new_shares,
     with_shared_size,
 )
-from terrace.plan.pruning import NO_PRUNING, check_pruning, pruned_params
+from terrace.plan.pruning import NO_PRUNING, check_pruning
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
@@ -126,19 +126,6 @@ def check_blocks(run: RunConfig, blocks: Sequence[BlockSpec]) -> None:
         raise ConfigError(
             f"prune.after = {prune.after} sets no block to zero in train.steps = {run.train.steps}: make it smaller"
         )
-
-
-def pruned_words(run: RunConfig) -> str:
-    """A line on the blocks that a run sets to zero; "" if it sets none."""
-    prune = run.prune
-    if not prune.is_on:
-        return ""
-    rows, columns = prune.blocks
-    number = sum(param.num_parts for _, param in pruned_params(run.blocks()))
-    return (
-        f"blocks of {rows} x {columns}: a share of {prune.share:.3g} is zero in each of {number:,} matrices after "
-        f"{counted(prune.after, 'update')}"
-    )
 
 
 def check_cadence(run: RunConfig) -> None:

@@ -24,7 +24,7 @@ from terrace.base.errors import TrainingError
 from terrace.launch import start
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from tests.chaos.odd import ODD, Trial, trials
 from tests.support.chats import write_tokenizer
 from tests.support.tiny_runs import MODEL, terrace, write_run

@@ -13,7 +13,7 @@ from terrace.generation.request import Sampling
 from terrace.generation.texts import continue_texts
 from terrace.model.arranged import PackedLinear, arrange
 from terrace.model.config import load_model, to_table
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.train.generate import generate_texts
 from terrace.train.trained import load_trained
 from tests.support.generation import MODELS, VOCAB, make, named

@@ -13,7 +13,8 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.model.config import load_model, parse_model, to_table
 from terrace.model.decoder import build_blocks
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.model.init import initialise
 from terrace.model.latent_attention import LatentAttention
 from tests.support.families import TABLES, our_logits, our_values, their_logits, their_model

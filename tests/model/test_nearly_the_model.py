@@ -14,7 +14,8 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.cli.main import main
 from terrace.model.config import load_model, parse_model
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.hf.written import write_pretrained
 from tests.support.families import TABLES, our_values
 
 

@@ -19,7 +19,8 @@ from terrace.base.sealed import ChangedFile
 from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import load_model, parse_model
 from terrace.model.hf.names import sources, stored_bytes
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.hf.written import write_pretrained
 from tests.support.families import (
     TABLES,
     WITHIN,

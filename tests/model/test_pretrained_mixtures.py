@@ -14,7 +14,8 @@ from torch import Tensor
 from terrace.base.errors import ModelError
 from terrace.model.config import ModelConfig, load_model, parse_model, to_table
 from terrace.model.hf.config import published_table
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.train.trained import load_trained
 from tests.support.families import TABLES, our_logits, our_values, transformers
 

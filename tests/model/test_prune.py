@@ -17,7 +17,8 @@ from terrace.cli.main import main
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, load_model, parse_model
 from terrace.model.decoder import build_blocks
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.model.importance import Meter
 from terrace.model.prune import HEADS, Importance, Kept, Shares, pruned_values
 from tests.support.families import TABLES, TOKENS, our_logits, our_values, their_logits

@@ -12,7 +12,8 @@ from terrace.base.errors import ModelError
 from terrace.model.block_operations import SCORE
 from terrace.model.config import load_model, parse_model, to_table
 from terrace.model.hf.families import FAMILIES
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.train.trained import load_trained
 from tests.support.families import TABLES, TOKENS, our_logits, our_values, randomise, their_model, transformers
 

@@ -16,7 +16,8 @@ from terrace.model.attention_plans import AttentionPlans
 from terrace.model.config import load_model, parse_model
 from terrace.model.fused_attention import BlockMasked
 from terrace.model.hf.mxfp4 import unpacked
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.model.sinks import attend
 from tests.support.families import TABLES, loaded, our_logits, their_logits, their_model
 from tests.support.nightly import nightly

@@ -14,8 +14,9 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import load_model, parse_model
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.mixture import Router
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.model.hf.pretrained import Pretrained
 from terrace.model.hf.upcycle import Upcycling
+from terrace.model.hf.written import write_pretrained
 from tests.support.families import TABLES, TOKENS, our_logits, our_values, their_logits
 from tests.support.folders import bytes_of
 from tests.support.hf_folder import write_folder

@@ -39,7 +39,8 @@ from tests.support.parity import (
     make_adamw,
     trainable,
 )
-from tests.support.toys import MODELS, SEQUENCE, VOCAB, cluster_of, run_blocks
+from tests.support.toy_tables import VOCAB
+from tests.support.toys import MODELS, SEQUENCE, cluster_of, run_blocks
 
 MODEL, BALANCE = "mixture tied", BalanceConfig(sequence=0.3, step=0.2, z=0.05)
 LENGTHS = [(1, 4), (2, 0), (3, 4), (1, 6)]  # tokens of prompt and response; one response is empty

@@ -41,7 +41,8 @@ from tests.support.parity import (
     trainable,
 )
 from tests.support.pipelines import OUTER, pipelined
-from tests.support.toys import MODELS, SEQUENCE, VOCAB, cluster_of, run_blocks
+from tests.support.toy_tables import VOCAB
+from tests.support.toys import MODELS, SEQUENCE, cluster_of, run_blocks
 
 MODEL, TOLERANCE = "llama tied", 1e-10
 COLUMNS = ("old", "advantages")

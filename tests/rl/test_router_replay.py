@@ -12,6 +12,7 @@ from torch import Tensor
 from terrace.base.errors import ConfigError, ModelError
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.request import Request, Sampling
+from terrace.generation.routes import Routes
 from terrace.launch.start import LocalPool, World
 from terrace.model.config import ModelConfig
 from terrace.model.decoder import build_blocks
@@ -149,7 +150,8 @@ def test_routes_do_not_depend_on_company(name: str) -> None:
     asked = [Request(prompt=text, num_tokens=6, seed=seed, sampling=DRAWS) for seed, text in enumerate(texts)]
 
     def engine() -> GenerationEngine:
-        return GenerationEngine(make(config), config, context=32, num_pages=64, page_tokens=4, keeps_routes=True)
+        blocks = make(config)
+        return GenerationEngine(blocks, config, context=32, num_pages=64, page_tokens=4, routes=Routes(blocks))
 
     together = engine().run(asked)
     for one, made in zip(asked, together, strict=True):

@@ -19,7 +19,7 @@ from torch import Tensor
 from terrace.base.schema import merge
 from terrace.checkpoint.reading import Checkpoint
 from terrace.model.blocks import block_specs
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.model.init import initial_value
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.controllers.controllers import CONTROLLERS

@@ -37,7 +37,8 @@ from tests.support.parity import (
     trainable,
 )
 from tests.support.pipelines import OUTER, pipelined
-from tests.support.toys import MODELS, SEQUENCE, VOCAB, Model, cluster_of, run_blocks
+from tests.support.toy_tables import VOCAB
+from tests.support.toys import MODELS, SEQUENCE, Model, cluster_of, run_blocks
 
 TOLERANCE = 1e-10
 COLUMNS = ("before", "returns")

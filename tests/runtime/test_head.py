@@ -21,7 +21,8 @@ from tests.support.adopted import Adopted
 from tests.support.allocations import allocated, seeded
 from tests.support.parity import ADAMW, Case, Outcome, check, exact, train
 from tests.support.pipelines import ALONE, OUTER, pipelined
-from tests.support.toys import MODELS, SEQUENCE, VOCAB, cluster_of, make_batch
+from tests.support.toy_tables import VOCAB
+from tests.support.toys import MODELS, SEQUENCE, cluster_of, make_batch
 
 HIDDEN = 16
 TOLERANCE = 1e-12

@@ -36,7 +36,8 @@ from tests.support.parity import (
     trainable,
 )
 from tests.support.pipelines import ALONE, OUTER, pipelined
-from tests.support.toys import MODELS, VOCAB, cluster_of, make_batch, run_blocks
+from tests.support.toy_tables import VOCAB
+from tests.support.toys import MODELS, cluster_of, make_batch, run_blocks
 
 ROWS = 8  # of a global batch
 TOLERANCE = 1e-10

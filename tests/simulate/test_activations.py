@@ -21,8 +21,6 @@ from terrace.model.experts.mixture import Router
 from terrace.model.init import initialise
 from terrace.model.operations import INPUT, OUTPUT
 from terrace.plan.recompute import OPERATIONS
-from terrace.runtime.batch import Batch
-from terrace.runtime.further_tokens import LABELS, next_and_further_tokens
 from terrace.runtime.head import chunked_head
 from terrace.runtime.replay import Replays
 from terrace.simulate.activations import BlockActivations, activations_of
@@ -375,45 +373,3 @@ def test_an_unknown_backend_is_refused() -> None:
     wrong: Any = "layers"
     with pytest.raises(PlanError, match="backend = 'layers' is not known"):
         layer_activations(work, wrong)
-
-
-@pytest.mark.parametrize("compute", ["fp32", *nightly("bf16", "fp64")])
-@pytest.mark.parametrize("depth", [1, 2])
-def test_what_a_layer_that_predicts_further_tokens_keeps(compute: str, depth: int) -> None:
-    """To the byte; peaks within 5 and 10 %."""
-    dtype, config = DTYPES[compute], replace(MODELS["latent"], num_mtp_layers=2)
-    blocks = build_blocks(config, device="cpu", dtype=dtype)
-    initialise(blocks, config, seed=0, dtype=dtype)
-    block, recorded = as_in_a_run(blocks[1 + depth])
-    inputs = torch.randn(BATCH, 256, depth * HIDDEN, dtype=dtype, generator=seeded(0)).requires_grad_()
-    ahead = torch.randint(0, VOCAB, (BATCH, 256), generator=seeded(1))
-    predicted = predict(config, compute, 256, 1 + depth, False)
-    with recorded:
-        block(inputs, None, ahead)  # fills RoPE's tables
-        ignored = addresses([inputs, ahead, *block.parameters(), *rotary_tables(block)])
-        saved = saved_bytes(lambda: block(inputs, None, ahead), ignored)
-        forward, left, output = allocated(lambda: block(inputs, None, ahead))
-        gradient = torch.randn_like(output)
-        backward, _, _ = allocated(lambda: torch.autograd.backward(output, gradient))
-    assert sum(predicted.saved.values()) == saved
-    assert predicted.forward_peak_bytes == pytest.approx(forward + inputs.nbytes, rel=0.05)
-    peak = backward + left + inputs.nbytes + gradient.nbytes
-    assert predicted.backward_peak_bytes == pytest.approx(peak, rel=0.1)
-
-
-def test_a_head_of_further_tokens_takes_one_depth_at_a_time() -> None:
-    config = replace(MODELS["latent"], num_mtp_layers=2)
-    blocks = build_blocks(config, device="cpu", dtype=torch.float32)
-    initialise(blocks, config, seed=0, dtype=torch.float32)
-    inputs = torch.randn(BATCH, 256, 3 * HIDDEN, generator=seeded(0)).requires_grad_()
-    labels = torch.randint(0, VOCAB, (BATCH, 256, 3), generator=seeded(1))
-    adopted = Adopted.of(blocks[-1])
-    run = next_and_further_tokens(0.3).in_chunks(adopted.module)
-    assert run is not None
-    adopted.flats[0].gradient.views.open(torch.empty_like(adopted.flats[0].full))
-    batch = Batch(labels[..., 0], labels[..., 0], columns={LABELS: labels[..., 1:]})
-    with adopted.weights.recorded_in(adopted.weights.queue(hold=True)):
-        backward, _, _ = allocated(lambda: run(inputs, batch, 1.0))
-    predicted = predict(config, "fp32", 256, 4, False)
-    assert predicted.forward_peak_bytes == predicted.input_bytes == inputs.nbytes
-    assert predicted.backward_peak_bytes == pytest.approx(backward + inputs.nbytes, rel=0.1)

@@ -29,7 +29,8 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import load_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.hf.names import sources
-from terrace.model.hf.pretrained import Pretrained, write_pretrained
+from terrace.model.hf.pretrained import Pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.plan.plan import Plan
 from terrace.plan.presets import parse_plan
 from tests.support.independent import Document, Reference, StepResult, causal_model, learning_rate

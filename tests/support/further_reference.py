@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terrace.model.blocks import block_specs
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from tests.support.families import in_fp64, transformers
 from tests.support.parity import NUM_STEPS, make_adamw
 from tests.support.toys import MODELS, Rows

@@ -8,7 +8,7 @@ import pytest
 
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.model.init import initial_value
 
 tokenizers = pytest.importorskip("tokenizers", reason="a folder's tokenizer is read with it")

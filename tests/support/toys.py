@@ -29,8 +29,31 @@ from terrace.plan.wire import PLACEABLE
 from terrace.runtime.batch import Batch, places_of
 from terrace.runtime.describe import describe
 from terrace.runtime.further_tokens import next_and_further_tokens
+from tests.support.toy_tables import (
+    DEEP,
+    FROZEN_LAYER,
+    FROZEN_SINKS,
+    GEMMA2,
+    GEMMA3,
+    GLM,
+    GPT2,
+    GRANITE,
+    LATENT,
+    LINEAR,
+    LLAMA,
+    NEOX,
+    NEXT,
+    QWEN2,
+    QWEN3,
+    SIXTEENS,
+    SMOLLM3,
+    SUNK,
+    VOCAB,
+    WIDE,
+    WIDE_GPT2,
+)
 
-VOCAB, HIDDEN, SEQUENCE = 11, 6, 6
+HIDDEN, SEQUENCE = 6, 6
 TIER_NAMES = ("package", "node", "system", "site")
 
 
@@ -146,42 +169,6 @@ class Model:
         return blocks
 
 
-_SIZES = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
-_LLAMA = _SIZES | {"model_type": "llama", "intermediate_size": 10, "num_key_value_heads": 2, "hidden_act": "silu"}
-_QWEN2 = _LLAMA | {"model_type": "qwen2", "rope_scaling": {"type": "linear", "factor": 2.0}}
-_QWEN3 = _LLAMA | {"model_type": "qwen3", "head_dim": 6}
-_NEOX = _SIZES | {"model_type": "gpt_neox", "intermediate_size": 12, "rotary_pct": 1.0}
-_GPT2 = {"model_type": "gpt2", "vocab_size": VOCAB, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
-_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-
-_SMOLLM3 = _LLAMA | {"model_type": "smollm3", "no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 3}
-_GRANITE = _LLAMA | {"model_type": "granite", "embedding_multiplier": 5, "residual_multiplier": 0.4}
-_GRANITE |= {"attention_multiplier": 0.3, "logits_scaling": 0.5}
-_GEMMA3 = _LLAMA | {"model_type": "gemma3_text", "head_dim": 6, "sliding_window": 3, "sliding_window_pattern": 2}
-_GEMMA2 = _LLAMA | {"model_type": "gemma2", "head_dim": 6, "sliding_window": 3, "attn_logit_softcapping": 0.1}
-_GEMMA2 |= {"final_logit_softcapping": 1.0}
-
-# Latent attention: values are shorter than queries; a dense layer, and mixtures of eight experts in groups.
-_LATENT = _LLAMA | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 5}
-_LATENT |= {"qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 3, "moe_intermediate_size": 6}
-_LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
-
-# Attention sinks, every other layer with a window; experts with biases and a clamped gate.
-_SUNK = _LLAMA | {"model_type": "gpt_oss", "head_dim": 6, "sliding_window": 3, "num_local_experts": 8}
-_SUNK |= {"num_experts_per_tok": 3, "intermediate_size": 6}
-# Two layers, the first of them linear, with two key heads for four heads of values; then the same with experts.
-_LINEAR = _LLAMA | {"model_type": "qwen3_5_text", "head_dim": 8, "full_attention_interval": 2}
-_LINEAR |= {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 3,
-    "linear_value_head_dim": 2,
-}
-_NEXT = _LINEAR | {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
-_NEXT |= {"shared_expert_intermediate_size": 6}
-_FROZEN_SINKS = ("layers.1.*", "layers.0.attention.sinks", "layers.2.mlp.down.*", "layers.3.mlp.gate.bias")
-
-
 def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed: str = "", **changes: object) -> Model:
     config = replace(parse_model(table), **changes)  # type: ignore[arg-type]
     specs = freeze(block_specs(config), frozen)
@@ -204,9 +191,6 @@ def _decoder_model(table: dict[str, object], frozen: Sequence[str] = (), zeroed:
     return Model(lambda: deepcopy(prototype()), token_loss, specs, config)
 
 
-# Grouped heads whose norms differ from latent attention's; all layers but the first have experts.
-_GLM = _LLAMA | {"model_type": "glm4_moe", "head_dim": 4, "use_qk_norm": True, "moe_intermediate_size": 6}
-_GLM |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1}
 FURTHER_WEIGHT = 0.3
 
 
@@ -215,17 +199,6 @@ def _further(table: dict[str, object], **changes: Any) -> Model:
     objective: Any = next_and_further_tokens(FURTHER_WEIGHT)  # the engine's own form of one
     return replace(_decoder_model(table, **changes), objective=objective)
 
-
-# Eight heads, for eight tensor ranks; neither the vocabulary nor the inner size divides by four.
-_WIDE = {"hidden_size": 16, "num_attention_heads": 8}
-_WIDE_GPT2 = _GPT2 | {"n_embd": 16, "n_head": 8}
-
-# Eight blocks, one for each of 4 stages x 2 chunks; and a layer, a matrix or the table frozen.
-_DEEP = {"num_hidden_layers": 6}
-_FROZEN_LAYER = ("layers.1.*", "layers.0.mlp.down.*")
-
-# Dims of multiples of 16, also on two tensor ranks: for products of 8-bit floats.
-_SIXTEENS = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 96}
 
 # Mixtures: of two layers, the second grouped and after a dense one; and of six, for pipelines.
 _MIXTURE = ExpertsConfig(num_experts=4, per_token=2, intermediate_size=5)
@@ -244,101 +217,101 @@ _MANY_IDS = {"vocab_size": NUM_IDS}
 MODELS = {
     "toy": Model(_toy, _summed_cross_entropy),
     "stacks": Model(_stacked, _summed_cross_entropy, _with_stacks(_stacked())),
-    "llama tied": _decoder_model(_LLAMA, tied_embeddings=True),
-    "gpt2": _decoder_model(_GPT2),
-    "gpt_neox": _decoder_model(_NEOX),
-    "wide llama, 1 kv head": _decoder_model(_LLAMA | _WIDE | {"num_key_value_heads": 1}),
-    "wide llama, 2 kv heads": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, attention_bias=True),
-    "wide llama, 8 kv heads": _decoder_model(_LLAMA | _WIDE | {"num_key_value_heads": 8}),
-    "wide qwen2, 1 kv head": _decoder_model(_QWEN2 | _WIDE | {"num_key_value_heads": 1}),
-    "wide qwen3, 2 kv heads": _decoder_model(_QWEN3 | _WIDE),
-    "wide llama, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3),
-    "wide smollm3": _decoder_model(_SMOLLM3 | _WIDE),
-    "wide granite": _decoder_model(_GRANITE | _WIDE),
-    "wide olmo2": _decoder_model(_LLAMA | _WIDE | {"model_type": "olmo2"}),
-    "wide olmo2, 1 kv head": _decoder_model(_LLAMA | _WIDE | {"model_type": "olmo2", "num_key_value_heads": 1}),
-    "wide phi3": _decoder_model(_LLAMA | _WIDE | {"model_type": "phi3", "sliding_window": 4}),
-    "wide gemma2": _decoder_model(_GEMMA2 | _WIDE),
-    "wide gemma3": _decoder_model(_GEMMA3 | _WIDE),
-    "wide gpt2": _decoder_model(_WIDE_GPT2),
-    "wide gpt_neox": _decoder_model(_NEOX | _WIDE),
-    "llama, frozen layer": _decoder_model(_LLAMA, _FROZEN_LAYER, tied_embeddings=True),
-    "llama, frozen table": _decoder_model(_LLAMA, ("embedding.*",), tied_embeddings=True),
-    "deep llama tied": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True),
-    "deep gpt2": _decoder_model(_GPT2 | {"n_layer": 6}),
-    "deep gpt_neox": _decoder_model(_NEOX | _DEEP),
-    "deep llama, frozen layer": _decoder_model(_LLAMA | _DEEP, _FROZEN_LAYER, tied_embeddings=True),
-    "deep llama, frozen table": _decoder_model(_LLAMA | _DEEP, ("embedding.*",), tied_embeddings=True),
-    "mixture tied": _decoder_model(_LLAMA, tied_embeddings=True, experts=_MIXTURE),
-    "mixture, grouped": _decoder_model(_QWEN3, experts=_GROUPED),
-    "mixture, shared expert": _decoder_model(_QWEN2, experts=_SHARED),
-    "mixture, frozen experts": _decoder_model(_LLAMA, _FROZEN_EXPERTS, experts=_SHARED),
-    "deep mixture tied": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=_GROUPED),
-    "wide mixture": _decoder_model(_LLAMA | _WIDE, tied_embeddings=True, experts=_GROUPED),
-    "wide mixture, window": _decoder_model(_LLAMA | _WIDE, sliding_window=3, experts=_SHARED),
-    "llama of sixteens": _decoder_model(_LLAMA | _SIXTEENS, attention_bias=True),
-    "deep llama of sixteens": _decoder_model(_LLAMA | _SIXTEENS | _DEEP, tied_embeddings=True),
+    "llama tied": _decoder_model(LLAMA, tied_embeddings=True),
+    "gpt2": _decoder_model(GPT2),
+    "gpt_neox": _decoder_model(NEOX),
+    "wide llama, 1 kv head": _decoder_model(LLAMA | WIDE | {"num_key_value_heads": 1}),
+    "wide llama, 2 kv heads": _decoder_model(LLAMA | WIDE, tied_embeddings=True, attention_bias=True),
+    "wide llama, 8 kv heads": _decoder_model(LLAMA | WIDE | {"num_key_value_heads": 8}),
+    "wide qwen2, 1 kv head": _decoder_model(QWEN2 | WIDE | {"num_key_value_heads": 1}),
+    "wide qwen3, 2 kv heads": _decoder_model(QWEN3 | WIDE),
+    "wide llama, window": _decoder_model(LLAMA | WIDE, sliding_window=3),
+    "wide smollm3": _decoder_model(SMOLLM3 | WIDE),
+    "wide granite": _decoder_model(GRANITE | WIDE),
+    "wide olmo2": _decoder_model(LLAMA | WIDE | {"model_type": "olmo2"}),
+    "wide olmo2, 1 kv head": _decoder_model(LLAMA | WIDE | {"model_type": "olmo2", "num_key_value_heads": 1}),
+    "wide phi3": _decoder_model(LLAMA | WIDE | {"model_type": "phi3", "sliding_window": 4}),
+    "wide gemma2": _decoder_model(GEMMA2 | WIDE),
+    "wide gemma3": _decoder_model(GEMMA3 | WIDE),
+    "wide gpt2": _decoder_model(WIDE_GPT2),
+    "wide gpt_neox": _decoder_model(NEOX | WIDE),
+    "llama, frozen layer": _decoder_model(LLAMA, FROZEN_LAYER, tied_embeddings=True),
+    "llama, frozen table": _decoder_model(LLAMA, ("embedding.*",), tied_embeddings=True),
+    "deep llama tied": _decoder_model(LLAMA | DEEP, tied_embeddings=True),
+    "deep gpt2": _decoder_model(GPT2 | {"n_layer": 6}),
+    "deep gpt_neox": _decoder_model(NEOX | DEEP),
+    "deep llama, frozen layer": _decoder_model(LLAMA | DEEP, FROZEN_LAYER, tied_embeddings=True),
+    "deep llama, frozen table": _decoder_model(LLAMA | DEEP, ("embedding.*",), tied_embeddings=True),
+    "mixture tied": _decoder_model(LLAMA, tied_embeddings=True, experts=_MIXTURE),
+    "mixture, grouped": _decoder_model(QWEN3, experts=_GROUPED),
+    "mixture, shared expert": _decoder_model(QWEN2, experts=_SHARED),
+    "mixture, frozen experts": _decoder_model(LLAMA, _FROZEN_EXPERTS, experts=_SHARED),
+    "deep mixture tied": _decoder_model(LLAMA | DEEP, tied_embeddings=True, experts=_GROUPED),
+    "wide mixture": _decoder_model(LLAMA | WIDE, tied_embeddings=True, experts=_GROUPED),
+    "wide mixture, window": _decoder_model(LLAMA | WIDE, sliding_window=3, experts=_SHARED),
+    "llama of sixteens": _decoder_model(LLAMA | SIXTEENS, attention_bias=True),
+    "deep llama of sixteens": _decoder_model(LLAMA | SIXTEENS | DEEP, tied_embeddings=True),
     "mixture of sixteens": _decoder_model(
-        _LLAMA | _SIXTEENS, experts=replace(_EXPERTS, intermediate_size=16, shared_size=16, shared_gate=True)
+        LLAMA | SIXTEENS, experts=replace(_EXPERTS, intermediate_size=16, shared_size=16, shared_gate=True)
     ),
-    "wide mixture of sixteens": _decoder_model(_LLAMA | _SIXTEENS, experts=replace(_EXPERTS, intermediate_size=32)),
-    "thin mixture of sixteens": _decoder_model(_LLAMA | _SIXTEENS, experts=_EXPERTS),
-    "llama values": _decoder_model(_LLAMA, tied_embeddings=True, scalar_head=True),
-    "gpt2 values": _decoder_model(_GPT2, scalar_head=True),
-    "experts": _decoder_model(_LLAMA, tied_embeddings=True, experts=_EXPERTS),
+    "wide mixture of sixteens": _decoder_model(LLAMA | SIXTEENS, experts=replace(_EXPERTS, intermediate_size=32)),
+    "thin mixture of sixteens": _decoder_model(LLAMA | SIXTEENS, experts=_EXPERTS),
+    "llama values": _decoder_model(LLAMA, tied_embeddings=True, scalar_head=True),
+    "gpt2 values": _decoder_model(GPT2, scalar_head=True),
+    "experts": _decoder_model(LLAMA, tied_embeddings=True, experts=_EXPERTS),
     "wide experts": _decoder_model(
-        _LLAMA | _WIDE, tied_embeddings=True, experts=replace(_EXPERTS, shared_size=6, shared_gate=True)
+        LLAMA | WIDE, tied_embeddings=True, experts=replace(_EXPERTS, shared_size=6, shared_gate=True)
     ),
     "experts in groups": _decoder_model(
-        _LLAMA | {"num_hidden_layers": 3}, experts=replace(_EIGHT_GROUPED, shared_size=6, dense_layers=(0,))
+        LLAMA | {"num_hidden_layers": 3}, experts=replace(_EIGHT_GROUPED, shared_size=6, dense_layers=(0,))
     ),
-    "one of many experts": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=1)),
+    "one of many experts": _decoder_model(LLAMA, experts=replace(_EXPERTS, per_token=1)),
     "one scaled expert, sigmoid": _decoder_model(
-        _LLAMA, experts=replace(_EXPERTS, per_token=1, gate="sigmoid", scale=2.5)
+        LLAMA, experts=replace(_EXPERTS, per_token=1, gate="sigmoid", scale=2.5)
     ),
     "one scaled expert, softmax": _decoder_model(
-        _LLAMA, experts=replace(_EXPERTS, per_token=1, normalized=False, scale=2.5)
+        LLAMA, experts=replace(_EXPERTS, per_token=1, normalized=False, scale=2.5)
     ),
     "one expert for all": _decoder_model(  # the first: no router tells experts apart
-        _LLAMA, ("layers.*.mlp.router.weight",), "router.weight", experts=replace(_EXPERTS, per_token=1)
+        LLAMA, ("layers.*.mlp.router.weight",), "router.weight", experts=replace(_EXPERTS, per_token=1)
     ),
-    "all experts": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=8)),
-    "experts, noisy": _decoder_model(_LLAMA, experts=replace(_EXPERTS, gate="noisy")),
+    "all experts": _decoder_model(LLAMA, experts=replace(_EXPERTS, per_token=8)),
+    "experts, noisy": _decoder_model(LLAMA, experts=replace(_EXPERTS, gate="noisy")),
     "experts, cosine": _decoder_model(
-        _LLAMA, tied_embeddings=True, experts=replace(_EXPERTS, gate="cosine", router_size=3)
+        LLAMA, tied_embeddings=True, experts=replace(_EXPERTS, gate="cosine", router_size=3)
     ),
     "experts choose": _decoder_model(
-        _LLAMA, experts=replace(_EXPERTS, gate="expert_choice", normalized=False, shared_size=6)
+        LLAMA, experts=replace(_EXPERTS, gate="expert_choice", normalized=False, shared_size=6)
     ),
     "deep experts, noisy": _decoder_model(
-        _LLAMA | _DEEP, tied_embeddings=True, experts=replace(_EXPERTS, gate="noisy", dense_layers=(2,))
+        LLAMA | DEEP, tied_embeddings=True, experts=replace(_EXPERTS, gate="noisy", dense_layers=(2,))
     ),
     "deep experts choose": _decoder_model(
-        _LLAMA | _DEEP, experts=replace(_EXPERTS, gate="expert_choice", normalized=False, dense_layers=(0,))
+        LLAMA | DEEP, experts=replace(_EXPERTS, gate="expert_choice", normalized=False, dense_layers=(0,))
     ),
-    "experts, even": _decoder_model(_LLAMA, experts=replace(_EXPERTS, per_token=3, route="even")),
-    "latent": _decoder_model(_LATENT),
-    "wide latent": _decoder_model(_LATENT | _WIDE | {"num_key_value_heads": 8, "q_lora_rank": None}, experts=None),
-    "dense latent": _decoder_model(_LATENT, experts=None),
-    "deep latent": _decoder_model(_LATENT | _DEEP, tied_embeddings=True),
-    "further, latent": _further(_LATENT | {"num_nextn_predict_layers": 1}),
-    "further, two": _further(_GLM | {"num_nextn_predict_layers": 2}),
-    "deep further": _further(_GLM | _DEEP | {"num_nextn_predict_layers": 1}, tied_embeddings=True),
-    "sunk": _decoder_model(_SUNK),
-    "wide sunk": _decoder_model(_SUNK | _WIDE, tied_embeddings=True),
-    "wide sunk, 1 kv head": _decoder_model(_SUNK | _WIDE | {"num_key_value_heads": 1}),
-    "deep sunk": _decoder_model(_SUNK | _DEEP, tied_embeddings=True),
-    "deep sunk, frozen parts": _decoder_model(_SUNK | _DEEP, _FROZEN_SINKS, tied_embeddings=True),
-    "linear": _decoder_model(_LINEAR),
-    "wide linear": _decoder_model(_LINEAR | _WIDE | {"linear_num_value_heads": 8, "linear_num_key_heads": 4}),
-    "deep linear": _decoder_model(_LINEAR | _DEEP, tied_embeddings=True),
-    "linear experts": _decoder_model(_NEXT),
-    "llama, many ids": _decoder_model(_LLAMA | _MANY_IDS),
-    "gpt2, many ids": _decoder_model(_GPT2 | _MANY_IDS, tied_embeddings=False),
-    "llama, many frozen ids": _decoder_model(_LLAMA | _MANY_IDS, ("embedding.*",)),
-    "deep llama, many ids": _decoder_model(_LLAMA | _DEEP | _MANY_IDS),
-    "experts, many ids": _decoder_model(_LLAMA | _MANY_IDS, experts=_EXPERTS),
-    "deep experts": _decoder_model(_LLAMA | _DEEP, tied_embeddings=True, experts=replace(_EXPERTS, dense_layers=(2,))),
+    "experts, even": _decoder_model(LLAMA, experts=replace(_EXPERTS, per_token=3, route="even")),
+    "latent": _decoder_model(LATENT),
+    "wide latent": _decoder_model(LATENT | WIDE | {"num_key_value_heads": 8, "q_lora_rank": None}, experts=None),
+    "dense latent": _decoder_model(LATENT, experts=None),
+    "deep latent": _decoder_model(LATENT | DEEP, tied_embeddings=True),
+    "further, latent": _further(LATENT | {"num_nextn_predict_layers": 1}),
+    "further, two": _further(GLM | {"num_nextn_predict_layers": 2}),
+    "deep further": _further(GLM | DEEP | {"num_nextn_predict_layers": 1}, tied_embeddings=True),
+    "sunk": _decoder_model(SUNK),
+    "wide sunk": _decoder_model(SUNK | WIDE, tied_embeddings=True),
+    "wide sunk, 1 kv head": _decoder_model(SUNK | WIDE | {"num_key_value_heads": 1}),
+    "deep sunk": _decoder_model(SUNK | DEEP, tied_embeddings=True),
+    "deep sunk, frozen parts": _decoder_model(SUNK | DEEP, FROZEN_SINKS, tied_embeddings=True),
+    "linear": _decoder_model(LINEAR),
+    "wide linear": _decoder_model(LINEAR | WIDE | {"linear_num_value_heads": 8, "linear_num_key_heads": 4}),
+    "deep linear": _decoder_model(LINEAR | DEEP, tied_embeddings=True),
+    "linear experts": _decoder_model(NEXT),
+    "llama, many ids": _decoder_model(LLAMA | _MANY_IDS),
+    "gpt2, many ids": _decoder_model(GPT2 | _MANY_IDS, tied_embeddings=False),
+    "llama, many frozen ids": _decoder_model(LLAMA | _MANY_IDS, ("embedding.*",)),
+    "deep llama, many ids": _decoder_model(LLAMA | DEEP | _MANY_IDS),
+    "experts, many ids": _decoder_model(LLAMA | _MANY_IDS, experts=_EXPERTS),
+    "deep experts": _decoder_model(LLAMA | DEEP, tied_embeddings=True, experts=replace(_EXPERTS, dense_layers=(2,))),
 }
 
 

@@ -32,7 +32,8 @@ from terrace.runtime.hidden import hidden_reader
 from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, exact, flatten, gathered, make_adamw, trainable
-from tests.support.toys import SEQUENCE, VOCAB, cluster_of, make_batch, run_blocks
+from tests.support.toy_tables import VOCAB
+from tests.support.toys import SEQUENCE, cluster_of, make_batch, run_blocks
 
 ROWS, NUM_STEPS, TOLERANCE = 8, 3, 1e-10
 BLEND = Blend(weight=0.7, temperature=2.5)

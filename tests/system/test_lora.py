@@ -22,7 +22,7 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks, token_loss
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.model.init import initial_value
 from terrace.model.lora.config import LoraConfig, is_adapter, with_adapters
 from terrace.model.lora.modules import add_adapters, merged

@@ -44,7 +44,8 @@ from terrace.train.resolve import resolve
 from tests.support.nightly import nightly
 from tests.support.parity import exact, flatten, gathered, trainable
 from tests.support.tiny_runs import metrics, terrace, write_run
-from tests.support.toys import SEQUENCE, VOCAB, cluster_of, make_batch, run_blocks
+from tests.support.toy_tables import VOCAB
+from tests.support.toys import SEQUENCE, cluster_of, make_batch, run_blocks
 
 ROWS, NUM_STEPS, TOLERANCE = 8, 6, 1e-10
 ADAMW = OptimizerConfig(lr=3e-2)

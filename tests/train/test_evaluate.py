@@ -16,7 +16,7 @@ from terrace.data.config import DataConfig
 from terrace.data.prepared import prepare_sources
 from terrace.data.tokenizer import ByteTokenizer, load_tokenizer
 from terrace.model.blocks import block_specs
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.train import evaluate as module
 from terrace.train import sample as sample_module
 from terrace.train.evaluate import Evaluation, evaluate

@@ -13,7 +13,7 @@ from terrace.data.tokenizer_files import agreeing
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.model.decoder import build_blocks
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.model.init import initialise
 from terrace.train import sample
 from terrace.train.export import token_facts

@@ -17,8 +17,8 @@ from terrace.comm.process_group import OrderedGroup
 from terrace.generation.cache_shape import cache_shape
 from terrace.generation.engine import GenerationEngine
 from terrace.generation.mapped import mapped_tokens, platform_pages
-from terrace.generation.request import Completion, Request, Sampling
-from terrace.generation.routes import unpacked
+from terrace.generation.request import UNRECORDED, Completion, Request, Sampling
+from terrace.generation.routes import Routes, unpacked
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.facts import route_width
@@ -72,7 +72,7 @@ def drawn(
         page_tokens=page_tokens,
         version=version,
         build_pool=platform_pages,
-        keeps_routes=keeps_routes,
+        routes=Routes(blocks) if keeps_routes else UNRECORDED,
     )
     made = completed(engine, requests, rows, leave, partner)
     return rows_of_completions(made, partner.columns(made), width)
