@@ -33,7 +33,7 @@ from bench.claims import Claim, judge, options_for_claims, print_table
 from bench.distillation import DISTILL, sizes_words, terrace, trained
 from bench.learning import Held, Job, Result, parser_of, tokens
 from terrace.model.blocks import block_specs
-from terrace.model.hf.pretrained import write_pretrained
+from terrace.model.hf.written import write_pretrained
 from terrace.model.importance import Meter
 from terrace.model.prune import Importance, Shares, pruned_values
 from terrace.train.evaluate_own import evaluate_own, own_data
