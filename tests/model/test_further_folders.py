@@ -17,9 +17,9 @@ from terrace.model.hf.pretrained import Pretrained
 from terrace.model.hf.written import write_pretrained
 from terrace.model.init import initialise
 from terrace.runtime.further_tokens import further_tokens
-from tests.model.test_published_models import PUBLISHED
 from tests.support.families import in_fp64
 from tests.support.further_reference import Reference
+from tests.support.published import PUBLISHED
 
 _SMALL: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 37, "num_attention_heads": 4}
 _SMALL |= {"num_hidden_layers": 2, "moe_intermediate_size": 14, "n_routed_experts": 8, "num_experts_per_tok": 3}
