@@ -179,8 +179,8 @@ class Run:
 
     def evaluated(self) -> Metrics:
         """The mean reward of greedy responses to held-out prompts; empty without prompts or rewards."""
-        prompts = self._inputs.prompts.held_out() if self._roles.rewards else ()
-        if not prompts:
+        prompts = self._inputs.prompts.held_out()
+        if not (prompts and (self._roles.rewards or self._inputs.config.environment.name)):
             return {}
         rows = rows_of(list(prompts))
         seeds, greedy = torch.zeros(len(rows), dtype=torch.int64), torch.ones(len(rows), dtype=torch.bool)

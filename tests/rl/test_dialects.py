@@ -12,7 +12,7 @@ from terrace.data.tokenizer import load_tokenizer
 from terrace.rl.stream.prompt_file import read_prompts
 from terrace.rl.values.environment import ToolCall, Turn
 from terrace.rl.workers.dialects import CallForm, Chat, PlainText
-from tests.support.chats import CHATML, FORGETFUL, HERMES, STRICT, write_lines, write_tokenizer
+from tests.support.chats import CHATML, FORGETFUL, HERMES, STRICT, THINKING, write_lines, write_tokenizer
 
 pytest.importorskip("tokenizers")
 pytest.importorskip("jinja2")
@@ -88,6 +88,29 @@ def test_calls_are_read_as_the_template_writes_them(template: str, tmp_path: Pat
     broken = dialect.turn([int(token) for token in tokenizer.encode(text[len(before) :].partition("look")[0])])
     assert (broken.calls, broken.unread) == ((), 1)
     assert dialect.turn([int(token) for token in tokenizer.encode("no call")]).unread == 0
+
+
+@pytest.mark.parametrize("opened", ["", "<think>\n"])  # where the prompt already begins the reasoning
+def test_templates_that_drop_reasoning_answer_turns_and_calls(opened: str, tmp_path: Path) -> None:
+    asks = "<|im_start|>assistant\n"
+    dialect = chat(tmp_path, THINKING.replace("prompt %}" + asks, "prompt %}" + asks + opened), [TOOL])
+    dialect.check()
+    assert dialect.calls == CallForm("<tool_call>", "arguments")
+    encode, decode = dialect.prompts.tokenizer.encode, dialect.prompts.tokenizer.decode
+    call = '<tool_call>\n{"name": "look_up", "arguments": {"word": "tier"}}\n</tool_call>'
+    turn = dialect.turn(list(encode(f"<think>\nA word.\n</think>\n\n{call}")))
+    assert turn.calls == (CALL,)
+    said = decode(dialect.answer(turn, ["A level."]), keep_special=True)
+    wanted = "\n<|im_start|>user\n{}<|im_end|>\n" + asks + opened
+    assert said == wanted.format("<tool_response>\nA level.\n</tool_response>")
+    thought = Turn("<think>\nWell.\n</think>\n\nA level.")
+    assert decode(dialect.answer(thought, ["Go on."]), keep_special=True) == wanted.format("Go on.")
+    silent = dialect.of({"chat_template_kwargs": {"enable_thinking": False}, "number": 7})
+    wanted += "<think>\n\n</think>\n\n"
+    assert decode(silent.answer(thought, ["Go on."]), keep_special=True) == wanted.format("Go on.")
+    assert dialect.of({"number": 7}) is dialect
+    named = call.replace("look_up", "<|im_end|>")
+    assert dialect.turn(list(encode(named))) == Turn(named, (), 1), "a name is not a special token"
 
 
 def test_several_calls_have_an_answer_each(tmp_path: Path) -> None:

@@ -3,26 +3,39 @@
 The task `calculator` is learned at night, on two seeds.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
+import torch
 
 from terrace.base.errors import TrainingError
 from terrace.base.schema import merge
+from terrace.model.blocks import block_specs
+from terrace.model.decoder import build_blocks
+from terrace.model.init import initial_value
+from terrace.rl.algorithms.advantages import grpo
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calculator_task import Calculator, CalculatorPrompts, CalculatorTokenizer
 from terrace.rl.calls.inline import InlineRuntime
 from terrace.rl.calls.local import LocalRuntime
+from terrace.rl.commands.run import _checked
 from terrace.rl.config import to_toml_table
 from terrace.rl.keys import TASKS as NAMES
 from terrace.rl.making import started
 from terrace.rl.resolve import parse, resolve
+from terrace.rl.run import RunInputs
 from terrace.rl.tasks import TASKS
 from terrace.rl.values.environment import Turn
 from terrace.rl.values.prompts import Prompt
+from terrace.rl.values.rows import Rows
+from tests.support.chats import HERMES, write_lines, write_tokenizer
+from tests.support.hf_folder import TABLE, write_model
 from tests.support.rl_runs import ALONE, FOUR, config_of, inputs_of, numbers, ran
+from tests.support.toys import run_blocks
 
 HERE = "tests.rl.test_environment_runs"
 
@@ -68,21 +81,73 @@ def by_night(*names: str) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.nightly] if number else []) for number, name in enumerate(names)]
 
 
-@pytest.mark.parametrize("algorithm", by_night("grpo", "ppo", "dapo", "remax"))
-@pytest.mark.parametrize("ranks", by_night(*RANKS))
-def test_ranks_take_the_steps_of_one_process(ranks: str, algorithm: str, tmp_path: Path) -> None:
-    cluster, rows = RANKS[ranks]
-    more = {"algorithm": {"name": algorithm}, "run": {"steps": 1 if algorithm == "grpo" else 3}}
-    if algorithm != "grpo":
-        more = merge({"environment": {"overlap": 1}}, more)
-    alone = ran(InlineRuntime(), config(more, ALONE), tmp_path / "alone")
-    found = ran(LocalRuntime(timeout_s=200.0), config(more, cluster, {"run": {"rows": rows}}), tmp_path / "ranks")
-    assert len(found) == len(alone)
-    for mine, wanted in zip(found, alone, strict=True):
-        assert numbers(mine) == pytest.approx(numbers(wanted), rel=1e-9, abs=1e-9)
+ONE = {"run": {"steps": 1, "mini_batch": 16}}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Metrics, Rows]:
+    """A step of GRPO in one process, and its rows."""
+    return observed(inputs_of(config(ALONE, ONE)), tmp_path_factory.mktemp("alone"))
+
+
+def observed(inputs: RunInputs, folder: Path) -> tuple[Metrics, Rows]:
+    seen = list[Rows]()
+    with InlineRuntime() as runtime:
+        run = started(inputs, runtime, folder, print)
+        object.__setattr__(run._setup, "observe", lambda rows, advantages: seen.append(rows))
+        ((_, found),) = run.steps()
+    return found, seen[0]
+
+
+def check_alike(found: list[Metrics], wanted: list[Metrics]) -> None:
+    assert len(found) == len(wanted)
+    for mine, other in zip(found, wanted, strict=True):
+        assert numbers(mine) == pytest.approx(numbers(other), rel=1e-9, abs=1e-9)
         assert mine["environment/turns/mean"] > 1.5
         assert 0 < mine["environment/foreign_tokens"] < 0.5
         assert mine["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("ranks", by_night(*RANKS))
+def test_ranks_take_the_step_of_one_process(ranks: str, alone: tuple[Metrics, Rows], tmp_path: Path) -> None:
+    cluster, rows = RANKS[ranks]
+    found = ran(LocalRuntime(timeout_s=200.0), config(ONE, cluster, {"run": {"rows": rows}}), tmp_path)
+    check_alike(found, [alone[0]])
+
+
+@pytest.mark.nightly  # several processes for each
+@pytest.mark.parametrize("algorithm", ["ppo", "dapo", "remax"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_ranks_learn_as_one_process(ranks: str, algorithm: str, tmp_path: Path) -> None:
+    cluster, rows = RANKS[ranks]
+    more = {"algorithm": {"name": algorithm}, "run": {"steps": 3}, "environment": {"overlap": 1}}
+    wanted = ran(InlineRuntime(), config(more, ALONE), tmp_path / "alone")
+    found = ran(LocalRuntime(timeout_s=200.0), config(more, cluster, {"run": {"rows": rows}}), tmp_path / "ranks")
+    check_alike(found, wanted)
+
+
+def test_the_gradient_is_that_of_drawn_tokens_alone(alone: tuple[Metrics, Rows]) -> None:
+    """The update of a step, whose ratios are 1, against plain torch: GRPO's loss over what the policy drew."""
+    (found, rows), of_run = alone, config(ALONE, ONE)
+    blocks = build_blocks(of_run.model, dtype=torch.float64)
+    with torch.no_grad():
+        for spec, block in zip(block_specs(of_run.model), blocks, strict=True):
+            for name, value in block.named_parameters():
+                value.copy_(initial_value(of_run.model, spec.name, name, tuple(value.shape), of_run.run.seed))
+    advantages, terms = grpo(rows.tensor("reward").double(), rows.tensor("groups")), list[torch.Tensor]()
+    columns = (rows.ragged(name).rows() for name in ("prompts", "responses", "emitted", "rollout"))
+    for advantage, prompt, response, emitted, rollout in zip(advantages, *columns, strict=True):
+        text = torch.cat([prompt, response])
+        logs = run_blocks(blocks, text[None, :-1]).log_softmax(-1)[0]
+        own = logs[torch.arange(len(prompt) - 1, len(text) - 1), response][emitted]
+        assert own.tolist() == pytest.approx(rollout.tolist(), abs=1e-6)
+        terms.append(-advantage * own.mean())
+    gradients = torch.autograd.grad(
+        torch.stack(terms).mean(), [each for block in blocks for each in block.parameters()]
+    )
+    norm = torch.cat([each.flatten() for each in gradients]).norm()
+    assert found["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-9)
+    assert not rows.ragged("emitted").values.all()
 
 
 def test_a_run_that_goes_on_in_the_middle_of_responses_has_the_same_bits(tmp_path: Path) -> None:
@@ -166,3 +231,47 @@ def test_the_calculator_is_learned(seed: int, tmp_path: Path) -> None:
     assert found[-1]["val/reward"] >= 0.8 > start
     assert last >= 0.5 > 2 * found[0]["reward/mean"]
     assert found[-1]["environment/turns/mean"] > found[0]["environment/turns/mean"]
+
+
+class Shop:
+    """Says the same after each turn, and earns by its length."""
+
+    tools = ({"type": "function", "function": {"name": "buy", "parameters": {"type": "object"}}},)
+
+    async def reset(self, prompt: Prompt) -> None:
+        assert "buy" in prompt.text, "tools stand in the prompt"
+
+    async def step(self, turn: Turn) -> tuple[str, float, bool]:
+        return "Go on.", len(turn.text) / 100, False
+
+
+def test_a_chat_model_is_answered_in_its_template(tmp_path: Path) -> None:
+    """From a file with messages to a step: every answer has the tokens of the template, between turns as drawn."""
+    pytest.importorskip("jinja2")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_model(folder, {**TABLE, "vocab_size": 420})
+    write_tokenizer(folder, HERMES)
+    # A policy that knows nothing seldom writes one token: many end its turns.
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(60, 200))}))
+    line = {"prompt": [{"role": "user", "content": "Two apples?"}]}
+    write_lines(tmp_path / "prompts.jsonl", [line, line])
+    table: dict[str, Any] = {"model": str(folder), "cluster": "local", "plan": {"preset": "ddp", "micro_batch": 4}}
+    table["environment"] = {"name": f"{HERE}:Shop", "max_turns": 3}
+    table["run"] = {"prompts_file": str(tmp_path / "prompts.jsonl"), "max_prompt": 120, "max_response": 90, "steps": 1}
+    table["run"] |= {"prompts": 1, "responses": 4, "mini_batch": 4, "held_out": 1, "evaluate_every": 1}
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(table))
+    inputs = _checked(resolve(None, str(tmp_path / "run.toml"), {}, ALONE), None)
+    found, rows = observed(inputs, tmp_path / "run")
+    wanted = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
+    responses, masks = (rows.ragged(name).lists() for name in ("responses", "emitted"))
+    said = [
+        inputs.tokenizer.decode([x for x, own in zip(response, mask, strict=True) if not own], keep_special=True)
+        for response, mask in zip(responses, masks, strict=True)
+    ]
+    assert {text.replace(wanted, "") for text in said} == {""}
+    assert max(text.count(wanted) for text in said) == 2
+    assert found["environment/ended_by_turns"] > 0
+    assert found["environment/faults"] == 0
+    assert found["reward/mean"] > 0
+    assert found["val/reward"] > 0, "held-out prompts are judged by the environment alone"

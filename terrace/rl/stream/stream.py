@@ -94,7 +94,7 @@ class Stream:
         Columns `prompts`, `prompt_texts`, `data`, `groups` (the prompt's index in the run), `samples`, `seeds`,
         `greedy`, and those of a response: `responses`, `rollout`, `versions`, `finish`; with environments also
         `emitted`, `fault` and PLAYED. Responses whose environments failed are left out. Raises `TrainingError` if
-        they are more than the share `most_faults`, or none is left.
+        they are more than the share `most_faults`, or none is left to learn from.
         """
         if self._asked is None and len(self._complete()) < self._drawing.prompts:
             self._begin(step)
@@ -201,12 +201,15 @@ class Stream:
         groups, greedy = rows.tensor("groups").tolist(), rows.tensor("greedy").tolist()
         bare = {group for group, wrong, alone in zip(groups, is_fault, greedy, strict=True) if wrong and alone}
         kept = rows.take(_mask(not wrong and group not in bare for group, wrong in zip(groups, is_fault, strict=True)))
-        if num > most * len(rows) or not len(kept):
-            first = f"; the first: {self.faults[0]}" if self.faults else ""
-            raise TrainingError(
-                f"the environments of {num} of {counted(len(rows), 'response')} failed, more than the share "
-                f"environment.most_faults = {most:g}{first}"
+        is_over, is_bare = num > most * len(rows), bool(kept.tensor("greedy").all())  # greedy ones are not learned from
+        if is_over or is_bare:
+            why = (
+                f"more than the share environment.most_faults = {most:g}"
+                if is_over
+                else "and none is left to learn from"
             )
+            first = f"; the first: {self.faults[0]}" if self.faults else ""
+            raise TrainingError(f"the environments of {num} of {counted(len(rows), 'response')} failed, {why}{first}")
         return kept
 
     def _empty(self) -> Rows:

@@ -1,8 +1,9 @@
 """How turns become text and answers become tokens: as plain text, or in the model's chat template.
 
 Responses are append-only. What the model drew is never tokenised again; an answer adds the tokens that the template
-writes between the end of the assistant's turn and its next beginning. They are found in a conversation of that turn
-and the answer alone, so a template that rewrites earlier turns leaves them as they are.
+writes between the end of the assistant's turn and its next beginning. They are found in a conversation of a word in
+place of that turn and the answer alone, so a template that rewrites earlier turns, such as one that drops their
+reasoning, leaves them as they are.
 
 Tool calls are read in the form in which the template itself writes one: an object of JSON, or a list of them, behind
 what the template puts before it.
@@ -11,24 +12,31 @@ what the template puts before it.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, Protocol
 
 from terrace.base.errors import DataError
 from terrace.data.chat import check_chat_text
 from terrace.data.chat_prompt import ChatPrompts
+from terrace.data.message_forms import given
 from terrace.data.rendering import TemplateRefusalError
 from terrace.data.tokenizer import FileTokenizer, Tokenizer
 from terrace.rl.values.environment import ToolCall, Turn
 
 _ASKED = {"role": "user", "content": "?"}
 _NAME = "zyxwvut"  # of a tool in a probe: a word that no template writes itself
+_IS_NAME = re.compile(r"[\w.:/-]+").fullmatch
 _JSON = json.JSONDecoder()
 
 
 class Dialect(Protocol):
     """Between tokens and what an environment hears and says."""
+
+    def of(self, data: Mapping[str, Any]) -> "Dialect":
+        """The dialect of a prompt whose line has `data` beside it."""
 
     def turn(self, ids: Sequence[int]) -> Turn:
         """The turn of these tokens, the one that ended it included."""
@@ -49,6 +57,9 @@ class PlainText:
 
     tokenizer: Tokenizer
 
+    def of(self, data: Mapping[str, Any]) -> "PlainText":
+        return self
+
     def turn(self, ids: Sequence[int]) -> Turn:
         return Turn(self.tokenizer.decode(ids))
 
@@ -61,11 +72,21 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Chat:
-    """Turns and answers in the template of `prompts`; `stops` end a turn, `tools` are those that prompts name."""
+    """Turns and answers in the template of `prompts`; `stops` end a turn, `tools` are those that prompts name.
+
+    `variables` are further ones of the template.
+    """
 
     prompts: ChatPrompts
     stops: frozenset[int]
     tools: Sequence[Mapping[str, Any]] | None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, data: Mapping[str, Any]) -> "Chat":
+        own = given({**data, "messages": ()}, self.prompts.template.source)
+        tools = own["tools"] if "tools" in data else self.tools
+        is_same = tools == self.tools and not own["variables"]
+        return self if is_same else replace(self, tools=tools, variables=own["variables"])
 
     def turn(self, ids: Sequence[int]) -> Turn:
         said = ids[:-1] if ids and ids[-1] in self.stops else ids
@@ -83,7 +104,7 @@ class Chat:
         for text in texts:
             check_chat_text(text, "its text", self.prompts.encoder)
         if not turn.calls:
-            said: dict[str, Any] = {"role": "assistant", "content": turn.text or "?"}
+            said: dict[str, Any] = {"role": "assistant", "content": _NAME}
             return self._added(said, [{"role": "user", "content": "".join(texts)}])
         # Nine letters and digits, which is the form that Mistral's templates demand.
         ids = [f"call{number:05d}" for number in range(len(turn.calls))]
@@ -116,33 +137,45 @@ class Chat:
     def calls(self) -> "CallForm | None":
         """The form of tool calls in this template; None if it has none."""
         probe = _call("call00000", ToolCall(_NAME, {_NAME: _NAME}))
+
+        def written(content: str) -> str:
+            return self._rendered([_ASKED, {"role": "assistant", "content": content, "tool_calls": [probe]}])
+
         try:
-            before = self._rendered([_ASKED], is_asking=True)
-            text = self._rendered([_ASKED, {"role": "assistant", "content": "", "tool_calls": [probe]}])
+            text = written("").removeprefix(self._rendered([_ASKED], is_asking=True))
         except DataError:
             return None
-        return CallForm.of(text[len(before) :] if text.startswith(before) else text.partition("?")[2])
+        # A template may write more before a call, such as an empty block of reasoning. What stands behind a text as
+        # well belongs to the call.
+        with suppress(DataError):
+            pairs = zip(reversed(text), reversed(written("?")), strict=False)
+            num_alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            text = text[len(text) - num_alike :]
+        return CallForm.of(text)
 
     def _added(self, said: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> list[int]:
-        turn = self._rendered([_ASKED, said])
-        ends = [found.end() for found in re.finditer(self._stop_names, turn)]
+        num_ends = len(self._stop_names.findall(self._rendered([_ASKED, said])))
         whole = self._rendered([_ASKED, said, *answers], is_asking=True)
-        if not ends or not whole.startswith(turn[: ends[-1]]):
-            raise DataError("the template rewrites a turn, or does not end it, when another follows")
-        ids = self.prompts.tokenizer.encode_prompt(whole[ends[-1] :], begins_text=False)
+        ends = [found.end() for found in self._stop_names.finditer(whole)]
+        if not 0 < num_ends <= len(ends) or said["content"] not in whole[: ends[num_ends - 1]]:
+            raise DataError("the template leaves out a turn, or does not end it, when another follows")
+        ids = self.prompts.tokenizer.encode_prompt(whole[ends[num_ends - 1] :], begins_text=False)
         return [int(token) for token in ids]
 
     @cached_property
-    def _stop_names(self) -> str:
+    def _stop_names(self) -> re.Pattern[str]:
         tokenizer = self.prompts.tokenizer
         assert isinstance(tokenizer, FileTokenizer), "a chat template belongs to a tokenizer's folder"
-        return "|".join(re.escape(name) for name, token in tokenizer.vocabulary.special.items() if token in self.stops)
+        names = [name for name, token in tokenizer.vocabulary.special.items() if token in self.stops]
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")  # without names nothing matches
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], *, is_asking: bool = False) -> str:
+        render = self.prompts.template.render
         try:
-            return self.prompts.template.render(messages, self.tools, add_generation_prompt=is_asking)[0]
+            text, _ = render(messages, self.tools, self.variables, add_generation_prompt=is_asking)
         except TemplateRefusalError as error:
             raise DataError(str(error)) from error
+        return text
 
 
 def _call(number: str, call: ToolCall) -> dict[str, Any]:
@@ -177,7 +210,8 @@ class CallForm:
             objects = _objects(text, start)
             for each in objects or [{}]:
                 name, arguments = each.get("name"), each.get(self.key)
-                is_call = isinstance(name, str) and isinstance(arguments, dict)
+                # Some templates write the name into the answer, where no special token may be spelled.
+                is_call = isinstance(name, str) and _IS_NAME(name) and isinstance(arguments, dict)
                 yield ToolCall(str(name), arguments or {}) if is_call else None
 
 

@@ -161,7 +161,7 @@ class Environments(OneTurn):
             texts: Any = rows.objects("prompt_texts")
             data: Any = rows.objects("data")
             self._players = [
-                Player(loop, made, settings.name, Prompt(text, tuple(ids), own), dialect, settings.deadline_s)
+                Player(loop, made, settings.name, Prompt(text, tuple(ids), own), dialect.of(own), settings.deadline_s)
                 for text, ids, own in zip(texts, rows.ragged("prompts").lists(), data, strict=True)
             ]
         self._emitted: list[list[bool]] = rows.ragged("emitted").lists() if "emitted" in rows.columns else []

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
@@ -151,7 +151,7 @@ class Player:
             turn = self._dialect.turn(ids)
             texts, reward, is_done = _answer(await self._called(self._environment.step, turn))
             tokens = () if is_done else tuple(self._dialect.answer(turn, texts))
-            if not tokens and not is_done:
+            if not is_done and not (tokens and any(texts)):
                 raise _FaultError("gave no text although the response is not done: say something, or end it")
             if recorded is not None and (is_done or tokens != tuple(recorded)):
                 raise _FaultError("answered otherwise when the response was resumed: make its answers repeatable")
@@ -199,9 +199,8 @@ class Player:
 
     async def _called(self, function: Callable[..., Any], *arguments: Any) -> Any:
         begin_s = time.monotonic()
-        call = _awaited if inspect.iscoroutinefunction(function) else self._loop.plain
         try:
-            value, error = await asyncio.wait_for(call(function, *arguments), self._deadline_s)
+            value, error = await asyncio.wait_for(self._returned(function, *arguments), self._deadline_s)
         except TimeoutError:
             raise _FaultError(
                 f"{_name(function)} took longer than environment.deadline_s = {self._deadline_s:g} s: raise it, or "
@@ -214,6 +213,13 @@ class Player:
             last = traceback.extract_tb(error.__traceback__)[-1]
             raise _FaultError(f"{_name(function)} {shown_error(error)}, in line {last.lineno} of {last.filename}")
         return value
+
+    async def _returned(self, function: Callable[..., Any], *arguments: Any) -> Returned:
+        if inspect.iscoroutinefunction(function):
+            return await _awaited(function(*arguments))
+        value, error = await self._loop.plain(function, *arguments)
+        # A plain function may return what is to be awaited, as a decorated async one does.
+        return await _awaited(value) if inspect.isawaitable(value) else (value, error)
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -235,8 +241,13 @@ def _answer(given: Any) -> tuple[list[str], float, bool]:
     return list(texts), number, bool(is_done)
 
 
-async def _awaited(function: Callable[..., Any], *arguments: Any) -> Returned:
+async def _awaited(value: Awaitable[Any]) -> Returned:
     try:
-        return await function(*arguments), None
+        return await value, None
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():  # its deadline, or the end of the loop
+            raise
+        return None, error
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return None, error
