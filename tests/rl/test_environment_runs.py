@@ -130,7 +130,7 @@ def test_the_gradient_is_that_of_drawn_tokens_alone(alone: tuple[Metrics, Rows])
     (found, rows), of_run = alone, config(ALONE, ONE)
     blocks = build_blocks(of_run.model, dtype=torch.float64)
     initialise(blocks, of_run.model, of_run.run.seed, torch.float64)
-    advantages, terms = grpo(rows.tensor("reward").double(), rows.tensor("groups")), list[torch.Tensor]()
+    advantages, terms = grpo(rows.tensor("reward").double(), rows.tensor("groups")).float(), list[torch.Tensor]()
     columns = (rows.ragged(name).rows() for name in ("prompts", "responses", "emitted", "rollout"))
     for advantage, prompt, response, emitted, rollout in zip(advantages, *columns, strict=True):
         text = torch.cat([prompt, response])
