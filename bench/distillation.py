@@ -1,8 +1,8 @@
 """What does a student gain from a teacher? Half the layers of the model of `make train`, taught by that model.
 
 The teacher is the model that `terrace train` trains when it is told nothing (four layers, 1.3 M parameters, on the
-source text of the Python standard library). The student has two of its layers and is trained by one rank with the same
-batches and learning rates, with several seeds:
+source text of the Python standard library). The student has two of its layers and is trained with the same batches and
+learning rates, with several seeds:
 
     alone        by the labels
     taught       by the teacher beside every step
@@ -48,9 +48,9 @@ class Found(Result):
     own: float
 
 
-def words_of(job: Job, teacher: Path, settings: Sequence[str]) -> list[str]:
+def words_of(job: Job, ranks: int, teacher: Path, settings: Sequence[str]) -> list[str]:
     """The words of a run on the command line."""
-    common = ["--ranks", "1", "--plan", "ddp", "--plan.micro_batch", "8", "--train.log_every", "1"]
+    common = ["--ranks", str(ranks), "--plan", "ddp", "--plan.micro_batch", "8", "--train.log_every", "1"]
     common += ["--train.checkpoint_every", "50"]  # what a stopped call leaves, the next one resumes
     common += ["--train.steps", str(job.steps), "--train.batch", str(job.batch), "--train.sequence", str(job.sequence)]
     common += ["--data.holdout", str(HELD_OUT), "--train.eval_every", str(job.steps), "--train.eval_batches", "0"]
@@ -89,9 +89,9 @@ def trained(folder: Path, words: Sequence[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def run(job: Job, folder: Path, teacher: Path, settings: Sequence[str]) -> Found:
+def run(job: Job, ranks: int, folder: Path, teacher: Path, settings: Sequence[str]) -> Found:
     begin_s = time.monotonic()
-    lines = trained(folder, words_of(job, teacher, settings))
+    lines = trained(folder, words_of(job, ranks, teacher, settings))
     held_out = lines[-1]["eval"]["holdout"]["loss"]
     own = statistics.mean(line["loss"] for line in lines[-job.last :])
     return Found(job.variant, job.seed, job.setting, held_out, time.monotonic() - begin_s, own)
@@ -117,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; with --check return 1 when a target is missed."""
     parser = parser_of(__doc__, (ALONE, TAUGHT, MIXED, LIKELIEST), hidden=160, lr=2.5e-3)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--teacher", type=Path, help="a run folder or a Hugging Face folder; by default one is trained")
     parser.add_argument("--teacher-steps", type=int, help="steps of the teacher; by default those of a student")
     parser.add_argument("--weight", type=float, default=0.9)
@@ -137,13 +138,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         teacher = options.teacher
         if teacher is None:
             teacher, of_teacher = folder / TEACHER, job_of(TEACHER, 0, options.teacher_steps or options.steps, 4)
-            print(f"teacher: {run(of_teacher, teacher, teacher, settings).loss:.4f}", flush=True)
+            print(f"teacher: {run(of_teacher, options.ranks, teacher, teacher, settings).loss:.4f}", flush=True)
         for seed in options.seeds:
             for variant in options.variants:
                 job = job_of(variant, seed, options.steps, options.layers)
                 where = folder / f"{variant}-{seed}"
-                plans = (words_of(job, Path(TEACHER), settings), str(options.teacher or ""))
-                found[variant, seed] = held.result(job, plans, partial(run, job, where, teacher, settings))
+                plans = (words_of(job, options.ranks, Path(TEACHER), settings), str(options.teacher or ""))
+                found[variant, seed] = held.result(
+                    job, plans, partial(run, job, options.ranks, where, teacher, settings)
+                )
     rows = [[str(seed), name, f"{one.loss:.4f}", f"{one.own:.4f}"] for (name, seed), one in found.items()]
     print_table(["seed", "run", "held-out cross entropy", "own loss"], rows)
     return judge(claims_of(found), options)

@@ -53,7 +53,8 @@ class Found(Result):
 
 def words_of(options: argparse.Namespace, steps: int, seed: int, lr: float) -> list[str]:
     """The words of every run on the command line."""
-    found = ["--ranks", "1", "--plan", "ddp", "--plan.micro_batch", str(options.batch), "--train.log_every", "50"]
+    found = ["--ranks", str(options.ranks), "--plan", "ddp", "--train.log_every", "50"]
+    found += ["--plan.micro_batch", str(options.batch // options.ranks)]
     found += ["--train.steps", str(steps), "--train.batch", str(options.batch)]
     found += ["--train.sequence", str(options.sequence), "--data.holdout", str(HELD_OUT)]
     found += ["--train.eval_every", str(steps), "--train.eval_batches", "0"]
@@ -145,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; with --check return 1 when a target is missed."""
     parser = parser_of(__doc__, (ALONE, TAUGHT, MAGNITUDE), hidden=64, lr=4e-3)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--whole-steps", type=int, default=1200, help="steps of the whole model")
     parser.add_argument("--heal-lr", type=float, default=2e-3, help="learning rate of pruned models")
     parser.add_argument("--untrained", type=Path, help="show the halves of this run's model alone, and train nothing")

@@ -13,13 +13,14 @@ from terrace.base.words import quantity, seconds
 from terrace.cluster.software import OWN
 from terrace.model.blocks import block_specs, with_loss_beside
 from terrace.plan.plan import Plan
+from terrace.plan.presets import command_plan
 from terrace.planner.task import Task
 from terrace.simulate.step import predict_step
 from terrace.train.config import RunConfig
 from terrace.train.keys import TrainConfig
 from terrace.train.layers import teacher_beside
 from terrace.train.prediction import job_of, step_of
-from terrace.train.teacher import check_teacher
+from terrace.train.teacher import check_beside_model, check_teacher, teacher_plan
 from terrace.train.teacher_keys import DISTILL, TeacherConfig, teacher_model
 
 
@@ -47,11 +48,20 @@ class Taught:
         device = replace(device, headroom=f"{math.ceil(kept / 1e3) / 1e6:.6f}GB")
         return replace(self.task, cluster=replace(self.task.cluster, device=device), declared=specs)
 
-    def run(self, plan: Plan) -> RunConfig:
-        """The run under a plan. Raises a `TerraceError` for a teacher that it cannot have."""
+    def unchecked(self, plan: Plan) -> RunConfig:
+        """The run under a plan."""
         task = self.task
         train = TrainConfig(objective=DISTILL, steps=1, batch=task.batch, sequence=task.sequence)
-        run = RunConfig(model=task.model, cluster=task.cluster, plan=plan, train=train, teacher=self.teacher)
+        return RunConfig(model=task.model, cluster=task.cluster, plan=plan, train=train, teacher=self.teacher)
+
+    def run(self, plan: Plan) -> RunConfig:
+        """The run under a plan. Raises a `TerraceError` for a teacher that it cannot have."""
+        if self.teacher.mix and plan.micro_batch % 2:
+            raise PlanError(
+                f"teacher.mix = {self.teacher.mix} mixes rows in pairs, and the best plan has micro_batch = "
+                f"{plan.micro_batch}: add --pin micro_batch=2, or another even number"
+            )
+        run = self.unchecked(plan)
         check_teacher(run)
         return run
 
@@ -77,7 +87,7 @@ class Taught:
 def taught_of(options: argparse.Namespace, keys: Any, task: Task) -> Taught:
     """The task with the teacher of `--teacher`, a folder or a run's file with [teacher], and `keys` over it.
 
-    Raises `ConfigError` for a wrong key, and beside what has no teacher.
+    Raises a `TerraceError` for a wrong key, beside what has no teacher, and for a teacher that no plan can have.
     """
     if not isinstance(keys or {}, Mapping):
         raise ConfigError(f"--teacher.{keys!r}: set a key of the teacher, as --teacher.key VALUE")
@@ -97,4 +107,8 @@ def taught_of(options: argparse.Namespace, keys: Any, task: Task) -> Taught:
         table = teacher_beside(Path(name).parent, own)
     elif name is not None:
         table = {"model": name}
-    return Taught(task, load(TeacherConfig, {**table, **(keys or {})}, "teacher"))
+    found = Taught(task, load(TeacherConfig, {**table, **(keys or {})}, "teacher"))
+    anyhow = found.unchecked(command_plan({"preset": "ddp"}, task.cluster))
+    check_beside_model(anyhow)
+    teacher_plan(anyhow)  # which exists
+    return found

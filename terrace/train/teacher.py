@@ -72,6 +72,14 @@ def check_teacher(run: RunConfig) -> None:
                 "the section out"
             )
         return
+    check_beside_model(run)
+    _check_mixed(run, teacher_plan(run))
+    _check_places(run, teacher_plan(run))
+
+
+def check_beside_model(run: RunConfig) -> None:
+    """Raises a `TerraceError` for a teacher that the run cannot have under any plan of its own."""
+    teacher = run.teacher
     if not teacher.model:
         raise ConfigError(
             'train.objective = "distill" needs a teacher: give its folder, as --teacher.model FOLDER, or leave the '
@@ -88,8 +96,6 @@ def check_teacher(run: RunConfig) -> None:
     _check_positions(run, model)
     if teacher.top_k >= (own := vocabulary_size(run.model)):
         raise ConfigError(f"teacher.top_k = {teacher.top_k} must be below the {own:,} tokens of the vocabulary, or 0")
-    _check_mixed(run, teacher_plan(run))
-    _check_places(run, teacher_plan(run))
 
 
 def _check_positions(run: RunConfig, model: ModelConfig) -> None:

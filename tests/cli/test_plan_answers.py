@@ -174,6 +174,7 @@ def test_a_teacher_is_priced_and_plans_leave_it_room(here: Planning, teacher: st
         (["--teacher.plan", "zero9"], "teacher.plan = 'zero9' is no preset"),
         (["--teacher.weight", "0"], "teacher.weight = 0.0 must be above 0"),
         (["--teacher.model", "nowhere"], "teacher.model = 'nowhere' is neither a run folder"),
+        (["--teacher.mix", "0.4", "--axes", "data", "--pin", "micro_batch=1"], "add --pin micro_batch=2, or another"),
         (["--scale"], "--teacher has no effect with --scale"),
     ],
 )

@@ -95,7 +95,8 @@ PLACES = {
         is_mixed=True,
     ),
 }
-SELDOM = ("both zero3", "other micro-batches", "both in tensor rows", "both in pipelines")
+# What they show is shown by the others as well: "mixed, both zero3" by its sibling in a pipeline.
+SELDOM = ("both zero3", "other micro-batches", "both in tensor rows", "both in pipelines", "mixed, both zero3")
 
 
 def config_of(table: dict[str, Any]) -> ModelConfig:
