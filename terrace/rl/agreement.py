@@ -24,7 +24,8 @@ _OF_FORWARDS = (MessageClass.TENSOR, MessageClass.CONTEXT, MessageClass.PIPELINE
 def causes(config: RlConfig) -> list[str]:
     """Settings under which generation and training differ by more than rounding in fp32."""
     plan = config.plan
-    found = [f"plan.compute = {plan.compute!r}"] if plan.compute not in ("fp32", "fp64") else []
+    found = [f"rollout.engine = {config.rollout.engine!r}"] if config.rollout.is_served else []
+    found += [f"plan.compute = {plan.compute!r}"] if plan.compute not in ("fp32", "fp64") else []
     found += [f"plan.products = {plan.products!r}"] if plan.products is not None else []
     for message in _OF_FORWARDS:
         row = plan.wire.get(message.value, {})

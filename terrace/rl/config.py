@@ -27,6 +27,7 @@ from terrace.rl.placing import (
     places_of,
     reward_name,
 )
+from terrace.rl.workers.servers import RolloutKeys
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.teacher_keys import model_in
 
@@ -44,6 +45,7 @@ class RlConfig:
     cost: RewardKeys | None = None
     algorithm: Algorithm = field(default_factory=Algorithm)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutKeys = field(default_factory=RolloutKeys)
     weights: str = ""  # Hugging Face folder; empty: from the seed
     pool: tuple[PoolKeys, ...] = ()
     plans: Mapping[str, Plan] = field(default_factory=dict)  # of roles that have another than `plan`
@@ -51,7 +53,7 @@ class RlConfig:
     @property
     def roles(self) -> dict[str, bool]:
         """The run's roles by name, and whether each has an engine (and so a plan)."""
-        return roles_of(self.run, self.algorithm, self.reward, self.cost, self.pool)
+        return roles_of(self.run, self.algorithm, self.reward, self.cost, self.pool, self.rollout)
 
     @property
     def reference_folder(self) -> str:
@@ -74,8 +76,8 @@ class RlConfig:
 
     @property
     def is_apart(self) -> bool:
-        """Whether generation runs on ranks of its own, in a rollout role."""
-        return ROLLOUT in self.roles
+        """Whether a rollout role with a pool of its own generates, or asks servers to."""
+        return ROLLOUT in self.roles and self.places[ROLLOUT].pool != self.places[ACTOR].pool
 
     @property
     def rewards(self) -> tuple[RewardKeys, ...]:
@@ -106,11 +108,16 @@ class RlConfig:
 
 
 def roles_of(
-    run: RunKeys, algorithm: Algorithm, reward: Sequence[RewardKeys], cost: RewardKeys | None, pools: Sequence[PoolKeys]
+    run: RunKeys,
+    algorithm: Algorithm,
+    reward: Sequence[RewardKeys],
+    cost: RewardKeys | None,
+    pools: Sequence[PoolKeys],
+    rollout: RolloutKeys,
 ) -> dict[str, bool]:
     """`RlConfig.roles` from its parts."""
     found = {ACTOR: True}
-    if any(ROLLOUT in pool.roles for pool in pools):
+    if rollout.is_served or any(ROLLOUT in pool.roles for pool in pools):
         found[ROLLOUT] = False
     if run.reference:
         found[REFERENCE] = True
@@ -126,6 +133,7 @@ def to_toml_table(config: RlConfig) -> dict[str, Any]:
     """The resolved configuration; `parse` reads it back to an equal value."""
     table = {item.name: dump(getattr(config, item.name)) for item in fields(config)}
     table["model"] = dump(to_table(config.model))
+    table["rollout"] = table["rollout"] if config.rollout.is_served else {}
     if not config.environment.name:
         del table["environment"]
     return {name: value for name, value in table.items() if value is not None and value not in ("", [], {})}

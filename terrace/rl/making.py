@@ -1,6 +1,7 @@
 """Creates the roles of a run on their pools, from settings that are checked before any process starts."""
 
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from terrace.rl.controllers.setup import Roles
 from terrace.rl.hand_over.transition import Apart
 from terrace.rl.placing import ACTOR, COST, COST_CRITIC, CRITIC, LEARNING, REFERENCE, ROLLOUT, reward_name
 from terrace.rl.rules import naming
-from terrace.rl.run import START, Run, RunInputs
+from terrace.rl.run import HANDED, START, Run, RunInputs
 from terrace.rl.workers.critic import Critic
 from terrace.rl.workers.engine_rows import ALL
 from terrace.rl.workers.environments import EnvironmentSettings
@@ -42,6 +43,7 @@ from terrace.rl.workers.policy import Actor, Reference, Student
 from terrace.rl.workers.reward_function import RewardFunction
 from terrace.rl.workers.reward_model import RewardModel
 from terrace.rl.workers.rollout import Rollout
+from terrace.rl.workers.served import ServedRollout
 from terrace.rl.workers.settings import EngineSettings
 from terrace.runtime.settings import OptimizerConfig
 
@@ -133,30 +135,43 @@ def reward_settings(config: RlConfig, role: str, folder: str) -> EngineSettings:
 
 
 def apart_of(config: RlConfig) -> Apart | None:
-    """The two pools of a hand-over to a rollout; None if the actor generates itself."""
-    if not config.is_apart:
+    """The two pools of a hand-over to a rollout; None if the actor generates itself, or servers do."""
+    if not config.is_apart or config.rollout.is_served:
         return None
     actor, rollout = config.places[ACTOR], config.places[ROLLOUT]
     return Apart(cluster=config.cluster, source=actor.first, first=rollout.first, target=rollout.cluster)
 
 
-def workers_of(config: RlConfig, weights: str, inputs: RunInputs | None = None) -> dict[str, _Worker]:
-    """Class and settings of every role. Without `inputs`, the settings are sufficient only for checks and layouts."""
+def workers_of(
+    config: RlConfig, weights: str, inputs: RunInputs | None = None, folder: Path = Path()
+) -> dict[str, _Worker]:
+    """Class and settings of every role of a run in `folder`.
+
+    Without `inputs`, the settings are sufficient only for checks and layouts.
+    """
     run, apart = config.run, apart_of(config)
     policy = engine_settings(config, ACTOR, weights, run.mini_batch)
-    draws = {
+    drawing = {
         "settings": policy,
         "num_tokens": run.max_response,
         "stops": frozenset() if inputs is None else inputs.stops,
-        "rows": run.rows,
         "seed": run.seed,
+    }
+    environment = environment_of(config, inputs)
+    draws = {
+        **drawing,
+        "rows": run.rows,
         "apart": apart,
         "timeout_s": run.timeout_s,
-        "environment": environment_of(config, inputs),
+        "environment": environment,
         "keeps_routes": run.router_replay,
     }
-    found: dict[str, _Worker] = {ACTOR: (Actor, {**draws, "algorithm": config.algorithm})}
-    if apart is not None:
+    # A start of a run that goes on may draw other responses, and so have other weights of the same version.
+    handed = str(folder / HANDED / secrets.token_hex(4)) if config.rollout.is_served else ""
+    found: dict[str, _Worker] = {ACTOR: (Actor, {**draws, "algorithm": config.algorithm, "handed": handed})}
+    if config.rollout.is_served:
+        found[ROLLOUT] = (ServedRollout, {**drawing, "keys": config.rollout, "handed": handed})
+    elif apart is not None:
         found[ROLLOUT] = (Rollout, draws)
     if REFERENCE in config.roles:
         settings = engine_settings(config, REFERENCE, config.reference_folder or weights, run.mini_batch)
@@ -199,7 +214,7 @@ def started(inputs: RunInputs, runtime: Runtime, folder: Path, say: Callable[[st
     pools = [runtime.pool(size) for size in [pool.ranks for pool in config.pool] or [config.cluster.world_size]]
     actors = pools[config.places[ACTOR].pool]
     weights = str(_begun(inputs, actors, folder / START, say)) if config.run.start_steps else config.weights
-    roles, rollout = made_roles(inputs, runtime, pools, weights)
+    roles, rollout = made_roles(inputs, runtime, pools, weights, folder)
     return Run(inputs, runtime, roles, rollout, folder)
 
 
@@ -217,13 +232,15 @@ def _begun(inputs: RunInputs, pool: Pool, folder: Path, say: Callable[[str], Non
     return Path(student.finish(folder=folder, step=run.start_steps))
 
 
-def made_roles(inputs: RunInputs, runtime: Runtime, pools: list[Pool], weights: str) -> tuple[Roles, Group | None]:
+def made_roles(
+    inputs: RunInputs, runtime: Runtime, pools: list[Pool], weights: str, folder: Path
+) -> tuple[Roles, Group | None]:
     """Create a run's roles on its pools. Returns them, and the rollout if there is one, connected to the actor."""
     config = inputs.config
-    workers, made = workers_of(config, weights, inputs), dict[str, Group]()
+    workers, made = workers_of(config, weights, inputs, folder), dict[str, Group]()
     for index, pool in enumerate(pools):
         made |= pool.host(**{role: each for role, each in workers.items() if config.places[role].pool == index})
-    if config.is_apart:
+    if apart_of(config) is not None:
         address, port = runtime.meeting()
         joining = [made[role].join.remote(address=address, port=port) for role in (ACTOR, ROLLOUT)]
         for each in joining:

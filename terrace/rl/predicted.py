@@ -34,8 +34,9 @@ def dataflow_of(config: RlConfig) -> Dataflow:
     model, run = config.model, config.run
     # Responses from older weights need a scoring pass.
     scores = not rollout_is_exact(config) or run.max_lag > 0
-    roles = [Role(name=ACTOR, model=model, generates=not config.is_apart, scores=scores, trains=True)]
-    if config.is_apart:
+    has_rollout = ROLLOUT in config.roles
+    roles = [Role(name=ACTOR, model=model, generates=not has_rollout, scores=scores, trains=True)]
+    if has_rollout:
         roles.append(Role(name=ROLLOUT, model=model, generates=True, follows=ACTOR))
     if run.reference:
         roles.append(Role(name=REFERENCE, model=config.reference_model, scores=True))
@@ -62,14 +63,21 @@ def dataflow_of(config: RlConfig) -> Dataflow:
 
 
 def placement_of(config: RlConfig) -> RolePlacement:
-    """The pools of a run with their models; pools with only reward functions are left out."""
-    pools = defaultdict[int, list[PlacedRole]](list)
+    """The pools of a run with their models; pools with only reward functions are left out.
+
+    Servers are taken to have `run.rows` devices each, like those of the cluster.
+    """
+    pools, servers = defaultdict[int, list[PlacedRole]](list), list[Pool]()
     for role in dataflow_of(config).roles:
         plan = config.plan_of(role.name) if role.trains or role.scores else None
         placed = PlacedRole(name=role.name, plan=plan, rows=config.run.rows if role.generates else 0)
+        if role.generates and config.rollout.is_served:
+            devices = len(config.rollout.urls) * config.run.rows
+            servers.append(Pool(devices=devices, roles=(placed,), is_served=True))
+            continue
         pools[config.places[role.name].pool].append(placed)
     sizes = [pool.ranks for pool in config.pool] or [config.cluster.world_size]
-    return RolePlacement(pools=tuple(Pool(devices=sizes[at], roles=tuple(pools[at])) for at in sorted(pools)))
+    return RolePlacement(pools=(*(Pool(devices=sizes[at], roles=tuple(pools[at])) for at in sorted(pools)), *servers))
 
 
 def placed_run(config: RlConfig, placement: RolePlacement) -> RlConfig:

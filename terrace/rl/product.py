@@ -14,7 +14,7 @@ PRODUCT = Product(
     runs=(
         RunKind(
             command="rl",
-            sections=("run", "algorithm", "reward", "environment", "cost", "pool", "plans", "weights"),
+            sections=("run", "algorithm", "reward", "environment", "cost", "rollout", "pool", "plans", "weights"),
             folder="terrace.rl.folder:run_folder",
             page="terrace.rl.pages.part:rl_part",
         ),

@@ -24,12 +24,14 @@ from terrace.rl.keys import EnvironmentKeys, RewardKeys, RunKeys
 from terrace.rl.placing import ACTOR, PoolKeys, check_plans, places_of
 from terrace.rl.rates import check_loaded_rates, with_rates
 from terrace.rl.rules import check_sections, check_sizes
+from terrace.rl.workers.servers import RolloutKeys
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.layers import section
 
 # Plan keys that a search for plans keeps, and those for which it has its own error message (terrace.rl.predicted).
 _KEPT_BY_SEARCH = ("compute", "master", "messages")
 _REFUSED_BY_SEARCH = ("wire", "optimizer_states", "products")
+SERVED_BOUND = 2.0  # of importance weights under rollout.engine = "http"; inf turns them off
 
 
 def resolve(
@@ -79,6 +81,11 @@ def _to_be_placed(table: Mapping[str, Any], given: Mapping[str, Any], named_plan
             f"run.rows = {given['run']['rows']} has no effect with --place auto, which finds the tensor ranks that "
             "a replica generates on: leave run.rows out, or leave out --place"
         )
+    if given.get("rollout", {}).get("engine", "own") != "own":
+        raise ConfigError(
+            "--place auto places generation on the cluster's ranks, and rollout.engine = 'http' has servers for it: "
+            "leave one of them out"
+        )
     if named_plan is not None:
         raise ConfigError(f"--plan {named_plan} has no effect with --place auto, which finds plans: leave one out")
     for key in given.get("plan", {}):
@@ -119,7 +126,11 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool 
     reward = tuple(load(RewardKeys, each, f"reward[{index}]") for index, each in enumerate(rewards))
     cost = load(RewardKeys, table["cost"], "cost") if "cost" in table else None
     algorithm, pools = algorithm_of(table.get("algorithm", {})), _pools(table)
-    roles = roles_of(run, algorithm, reward, cost, pools)
+    rollout = load(RolloutKeys, table.get("rollout", {}), "rollout")
+    if rollout.is_served and algorithm.importance_bound is None:
+        # Another engine rounds otherwise, so that its draws are not those of the policy that learns.
+        algorithm = replace(algorithm, importance_bound=SERVED_BOUND)
+    roles = roles_of(run, algorithm, reward, cost, pools, rollout)
     plans = _plans(table, cluster, pools, roles, optimizer)
     config = RlConfig(
         # Draws tokens one by one, so layers that predict further ones have no part in it.
@@ -132,6 +143,7 @@ def parse(table: Mapping[str, Any], *, is_placed: bool = True, is_resumed: bool 
         cost=cost,
         algorithm=algorithm,
         optimizer=optimizer,
+        rollout=rollout,
         weights=table.get("weights", ""),
         pool=pools,
         plans={role: plan for role, plan in plans.items() if plan != plans[ACTOR]},

@@ -34,12 +34,13 @@ from terrace.rl.identity import fixes_of, identity
 from terrace.rl.placing import ACTOR, LEARNING
 from terrace.rl.samples import Samples
 from terrace.rl.stream.saved import clear_states, read_state, state_file, write_state
-from terrace.rl.stream.stream import Drawing, faults_of, stream_of
+from terrace.rl.stream.stream import Drawing, faults_of, served_stream, stream_of
 from terrace.rl.values.prompts import PromptSource, rows_of
 from terrace.rl.values.rows import Rows
 from terrace.train.facts import check_facts, model_facts
 
-START, STREAM = "start", "stream"  # subfolders of a run folder, beside those of the roles' checkpoints
+# Subfolders of a run folder, beside those of the roles' checkpoints; servers load weights from the last.
+START, STREAM, HANDED = "start", "stream", "handed"
 _MULTIPLIER_WINDOW = 1024  # responses in the moving mean cost that updates the multiplier; a guess
 
 
@@ -77,7 +78,8 @@ class Run:
         self.calls, self._call_lines = dict[str, Any](), CallLines(config.places.values())
         self._generator = rollout or roles.actor
         self._progress = self._first_progress()
-        self._stream = stream_of(self._drawing(), roles.actor, rollout)
+        stream = served_stream if config.rollout.is_served else stream_of
+        self._stream = stream(self._drawing(), roles.actor, rollout)
         self._setup = self._make_setup()
 
     def _drawing(self) -> Drawing:
@@ -175,7 +177,12 @@ class Run:
         handed = {f"reshard/{name}": value for name, value in self._stream.numbers.items()}
         if self._inputs.config.environment.name:
             handed["environment/faults"], self._stream.num_faults = float(self._stream.num_faults), 0
-        return handed | seconds_by_phase(spans) | idle_share([*spans, *under_way], ranks, begin_s, end_s)
+        return (
+            handed
+            | self._stream.counted
+            | seconds_by_phase(spans)
+            | idle_share([*spans, *under_way], ranks, begin_s, end_s)
+        )
 
     def evaluated(self) -> Metrics:
         """The mean reward of greedy responses to held-out prompts; empty without prompts or rewards."""

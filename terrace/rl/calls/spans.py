@@ -13,6 +13,8 @@ _MOST = 1 << 16  # spans kept until `taken`; the oldest are dropped, for a contr
 PHASES = {
     "hand_over": "reshard",
     "give": "reshard",
+    "write": "reshard",
+    "load": "reshard",
     "generate": "generate",
     "rewards": "reward",
     "actor.logprobs": "old_log_prob",

@@ -9,6 +9,7 @@ from terrace.rl.config_layers import task_table
 from terrace.rl.keys import TASKS, EnvironmentKeys, RewardKeys, RunKeys
 from terrace.rl.placing import PoolKeys
 from terrace.rl.rates import USUAL
+from terrace.rl.workers.servers import RolloutKeys
 from terrace.train.effects import value_at
 from terrace.train.rates import usual_rate
 
@@ -18,6 +19,7 @@ _SECTIONS = {
     "reward": RewardKeys,
     "environment": EnvironmentKeys,
     "cost": RewardKeys,
+    "rollout": RolloutKeys,
     "pool": PoolKeys,
 }
 _SHARED = ("optimizer", "plan")
@@ -54,6 +56,7 @@ KEYS = Keys(
         "reward": "of terrace rl; [[reward]] again for another",
         "environment": "of terrace rl, for responses of many turns",
         "cost": "of terrace rl, for safe-rlhf",
+        "rollout": "of terrace rl, for responses by vLLM or SGLang",
         "pool": "of terrace rl; [[pool]] for each",
         "plans": "of terrace rl: plans.ROLE has the keys of [plan], or is the name of a plan; ROLE is actor, "
         "reference, critic, cost_critic, cost or reward_0",

@@ -35,12 +35,11 @@ def roles_table(report: IterationReport, cluster: Cluster, title: str) -> Table:
     rows = []
     for role in report.roles:
         pool = report.pools[role.pool]
-        here = pool_cluster(cluster, pool.devices)
         rows.append(
             [
                 role.name,
                 _ranks(pool),
-                "-" if role.plan is None else plan_words(here, role.plan),
+                "-" if role.plan is None else plan_words(pool_cluster(cluster, pool.devices), role.plan),
                 str(role.rows) if role.rows else "",
                 *(seconds(role.seconds[stage]) if stage in role.seconds else "" for stage in _OF_ROLES),
                 quantity(role.held_bytes, "B"),
@@ -84,6 +83,10 @@ def iteration_words(report: IterationReport) -> str:
     if sent:
         lines.append(f"  the hand-over takes {seconds(report.stages[RESHARD])}: all ranks send {', '.join(sent)}")
     lines += [_generation(role.rows, role.generation) for role in report.roles if role.generation is not None]
+    if any(pool.is_served for pool in report.pools):
+        lines.append(
+            "  servers are taken to have devices of this cluster, run.rows each, and the passes of Terrace's own engine"
+        )
     lines += [
         f"ranks {_ranks(pool)} lack {quantity(pool.needed_bytes - pool.capacity_bytes, 'B')}: it has no room"
         for pool in report.pools
@@ -130,6 +133,8 @@ def plan_words(cluster: Cluster, plan: Plan) -> str:
 
 
 def _ranks(pool: PoolReport) -> str:
+    if pool.is_served:
+        return "servers"
     last = pool.first + pool.devices - 1
     return str(pool.first) if last == pool.first else f"{pool.first}-{last}"
 

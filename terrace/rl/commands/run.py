@@ -42,6 +42,7 @@ from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Runtime
 from terrace.rl.characters import CharacterTokenizer
 from terrace.rl.commands.devices import check_devices, unused_gpus
+from terrace.rl.commands.generator_words import generators, unrepeatable
 from terrace.rl.commands.placement_words import measured_words
 from terrace.rl.commands.record import METRICS, record_prediction, recording
 from terrace.rl.config import RlConfig, to_toml_table
@@ -49,7 +50,7 @@ from terrace.rl.folder import FACTS
 from terrace.rl.identity import contents_of
 from terrace.rl.making import check_roles, environment_of, started
 from terrace.rl.placement.placement import IterationReport
-from terrace.rl.placing import ACTOR, LEARNING, ROLLOUT
+from terrace.rl.placing import ACTOR, LEARNING
 from terrace.rl.predicted import PHASES, predicted, stages_of
 from terrace.rl.rates import rate_lines
 from terrace.rl.run import START, RunInputs, checkpoint_of
@@ -61,6 +62,7 @@ from terrace.rl.workers.drawing import page_tokens_of
 from terrace.rl.workers.environments import load_environment
 from terrace.rl.workers.reward_forms import check_columns
 from terrace.rl.workers.reward_function import load_function
+from terrace.rl.workers.served import check_servers
 from terrace.train.folder import SOURCE, source_files, with_sums
 from terrace.train.run_folder import (
     CompleteError,
@@ -144,6 +146,7 @@ def _checked(config: RlConfig, ray: str | None) -> RunInputs:
     if config.reference_folder:
         check_values(config.reference_folder, config.reference_model, inputs.tokenizer, "run.reference")
     check_devices(config, ray)
+    check_servers(config.rollout, config.run.max_prompt + config.run.max_response)
     check_installed(config.run.metrics, "run.metrics")
     if config.environment.name:
         settings = environment_of(config, inputs)
@@ -306,18 +309,19 @@ def _runtime(config: RlConfig, ray: str | None) -> Runtime:
 
 def _words(config: RlConfig) -> str:
     run, ranks = config.run, config.cluster.world_size
-    drawing = config.places[ROLLOUT if config.is_apart else ACTOR].cluster.world_size
     size = sum(block.num_trainable + block.num_frozen for block in block_specs(config.model))
     return (
         f"{config.algorithm.name}: {size / 1e6:.2f} M parameters, {counted(run.steps, 'step')} of {run.prompts} "
         f"prompts x {counted(run.responses, 'response')}, {run.mini_batch} an update\n{counted(ranks, 'rank')}, plan "
-        f"{config.plan.name}; {counted(drawing // run.rows, 'replica')} of {counted(run.rows, 'rank')} to generate"
-        f"{_uncorrected(config)}\n" + "\n".join(rate_lines(config))
+        f"{config.plan.name}; {generators(config)} to generate"
+        f"{_uncorrected(config)}{unrepeatable(config)}\n" + "\n".join(rate_lines(config))
     )
 
 
 def _pages(config: RlConfig, verbose: bool) -> str:
     """A line on a replica's key-value pages, if `verbose` or if they cannot be mapped."""
+    if config.rollout.is_served:
+        return ""
     rows, dtype = config.run.rows, DTYPES[config.plan.compute]
     device = torch.device(config.cluster.device.type)
     shape = cache_shape(block_specs(config.model), rows)

@@ -110,7 +110,7 @@ _PartMove = tuple[BlockParts, Move]
 
 def play(
     program: HandOverProgram,
-    parts: Sequence[BlockParts],
+    parts: Sequence[BlockParts] | Mapping[int, BlockParts],
     exchanges: Mapping[int, Exchange],
     device: torch.device,
     ledger: Ledger,

@@ -5,7 +5,7 @@ A pure value, equal on all ranks. Equal blocks share one result, stored for the 
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from typing import Literal
@@ -22,6 +22,8 @@ from terrace.plan.wire import FORMATS
 from terrace.rl.hand_over.dealing import Replica, deal, kept_elements, needs_of
 from terrace.rl.hand_over.moves import Cell, Move, Parts, Sends, cells_of, exchange_of, moves_of, sends_of
 from terrace.rl.hand_over.parts import generation_slices, training_parts
+
+WRITER = 0  # rank that writes weights into a folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +134,12 @@ class Transition:
 
     def _needs(self, slices: Sequence[Parts]) -> list[Parts]:
         return needs_of(self.replicas, slices, math.prod(self.tiers))
+
+
+def to_writer(transition: Transition) -> Transition:
+    """The hand-over of whole blocks, one a round, to `WRITER` alone; `transition` is that to replicas of one rank."""
+    blocks = range(len(transition.alike))
+    return replace(transition, replicas=((WRITER,),), rounds=tuple((block,) for block in blocks))
 
 
 def _rounds(stages: Sequence[Collection[int]]) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,10 @@ from terrace.report.record import steady
 from terrace.report.sections import Chart, timeline_chart
 from terrace.rl.call_lines import RoleCall
 
-_KINDS = {"update": "updates", "give": "hand over", "take": "hand over", "hand_over": "hand over"}  # of methods
+_KINDS = {
+    "update": "updates",
+    **dict.fromkeys(("give", "take", "hand_over", "write", "load"), "hand over"),
+}  # of methods
 # Keys of the palette by kind of call; calls and the phases and stages of a step share them.
 _COLOURS = {
     "hand over": "sync",

@@ -12,14 +12,16 @@ from functools import cached_property
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.block_operations import layer_operations
+from terrace.model.hf.names import stored_bytes
 from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
+from terrace.plan.wire import FORMATS
 from terrace.planner.evaluate import step_of
 from terrace.planner.task import Task
 from terrace.program.lowering import build_stages, forward_programs
 from terrace.rl.hand_over.seconds import HandOverCost, predict_hand_over
-from terrace.rl.hand_over.transition import Transition
+from terrace.rl.hand_over.transition import Transition, to_writer
 from terrace.rl.placement.dataflow import Dataflow, Role
 from terrace.rl.placement.generation import Generation, Replica
 from terrace.simulate.activations import activations_of
@@ -85,12 +87,26 @@ class Costs:
         """Cost of the hand-over from training to generation on the ranks of one pool."""
         key = cluster, _texts(plan), rows
         if key not in self._hand_overs:
-            blocks = self.dataflow.source.blocks
-            programs = build_stages(cluster, plan, blocks, self._micros(cluster, plan), self.dataflow.sequence)
-            held = [program.stage.held for program in programs]
-            transition = Transition.of(cluster, plan, blocks, programs[0].model.flats, held, rows)
-            self._hand_overs[key] = predict_hand_over(cluster, transition)
+            self._hand_overs[key] = predict_hand_over(cluster, self._transition(cluster, plan, rows))
         return self._hand_overs[key]
+
+    def written(self, cluster: Cluster, plan: Plan) -> HandOverCost:
+        """Cost of writing the weights into the folder that servers load (terrace.rl.hand_over.folder).
+
+        With a disk below the device (`device.below.disk`) its seconds count, too: written once, read by every server
+        at the same time.
+        """
+        num_bytes = stored_bytes(self.dataflow.source.model, FORMATS[self.dataflow.compute].element_bytes)
+        cost = predict_hand_over(cluster, to_writer(self._transition(cluster, plan, 1)))
+        disk = cluster.device.below.get("disk")
+        disk_s = num_bytes / disk.write_bytes_per_s + num_bytes / disk.read_bytes_per_s if disk is not None else 0.0
+        return replace(cost, seconds=cost.seconds + disk_s, sent_bytes={**cost.sent_bytes, "folder": num_bytes})
+
+    def _transition(self, cluster: Cluster, plan: Plan, rows: int) -> Transition:
+        blocks = self.dataflow.source.blocks
+        programs = build_stages(cluster, plan, blocks, self._micros(cluster, plan), self.dataflow.sequence)
+        held = [program.stage.held for program in programs]
+        return Transition.of(cluster, plan, blocks, programs[0].model.flats, held, rows)
 
     def task(self, role: Role, cluster: Cluster) -> Task:
         """A role's optimizer step as a planner task."""

@@ -37,15 +37,16 @@ class PlacedRole:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """Neighbouring devices, and the roles that share them."""
+    """Neighbouring devices, and the roles that share them; `is_served`: those of servers beside the cluster."""
 
     devices: int
     roles: tuple[PlacedRole, ...]
+    is_served: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolePlacement:
-    """Every role of a dataflow on one pool. Pools are contiguous on the cluster, the largest first."""
+    """Every role of a dataflow on one pool. Pools are contiguous on the cluster, the largest first, servers last."""
 
     pools: tuple[Pool, ...]
 
@@ -74,6 +75,7 @@ class PoolReport:
     working_bytes: int
     lost_bytes: int  # to the process and the allocator
     capacity_bytes: float
+    is_served: bool = False
 
     @property
     def needed_bytes(self) -> int:
@@ -124,7 +126,7 @@ def price(
     costs = costs or Costs(dataflow)
     roles, pools = list[RoleReport](), list[PoolReport]()
     for index, (pool, first) in enumerate(zip(placement.pools, firsts, strict=True)):
-        here = pool_cluster(cluster, pool.devices)
+        here = _cluster_of(cluster, pool)
         own = [_report(costs, dataflow.role(placed.name), placed, index, here) for placed in pool.roles]
         held, room = sum(role.held_bytes for role in own), tensors_bytes(here)
         own = [_generating(costs, role, here, room - held) if role.rows else role for role in own]
@@ -138,6 +140,7 @@ def price(
                 working_bytes=working,
                 lost_bytes=lost_bytes(here, held + working),
                 capacity_bytes=here.device.usable_bytes,
+                is_served=pool.is_served,
             )
         )
     return _joined(dataflow, placement, cluster, costs, roles, pools)
@@ -160,8 +163,19 @@ def _checked(dataflow: Dataflow, placement: RolePlacement, cluster: Cluster) -> 
             )
         if not pool.roles:
             raise PlanError(f"a pool of {pool.devices} devices has no roles: leave it out, or place a role on it")
-        pool_cluster(cluster, pool.devices)
-    return side_by_side(cluster, tuple(pool.devices for pool in placement.pools))
+        _cluster_of(cluster, pool)
+    own = [pool.devices for pool in placement.pools if not pool.is_served]
+    return (*side_by_side(cluster, tuple(own)), *[0] * (len(placement.pools) - len(own)))
+
+
+def _cluster_of(cluster: Cluster, pool: Pool) -> Cluster:
+    """The cluster of a pool; of servers one of the same devices, those of a server on its innermost tier."""
+    if not pool.is_served:
+        return pool_cluster(cluster, pool.devices)
+    rows = max(role.rows for role in pool.roles)
+    inside = replace(cluster.tiers[0], size=rows)
+    between = replace(cluster.tiers[-1], name="servers", size=pool.devices // rows)
+    return replace(cluster, tiers=(inside, between))
 
 
 def _report(costs: Costs, role: Role, placed: PlacedRole, pool: int, cluster: Cluster) -> RoleReport:
@@ -207,7 +221,10 @@ def _joined(
     source = next(role for role in roles if role.name == dataflow.source.name)
     generator = next(role for role in roles if role.rows)
     assert source.plan is not None, "a role that generates with its own parameters trains them"
-    if source.pool == generator.pool:
+    if pools[generator.pool].is_served:
+        here = pool_cluster(cluster, placement.pools[source.pool].devices)
+        hand_over = costs.written(here, source.plan)
+    elif source.pool == generator.pool:
         here = pool_cluster(cluster, placement.pools[source.pool].devices)
         hand_over = costs.hand_over(here, source.plan, generator.rows)
     else:

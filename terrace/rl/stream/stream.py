@@ -31,6 +31,7 @@ from terrace.rl.values.ragged import Ragged, offsets_of
 from terrace.rl.values.rows import Rows, cat
 from terrace.rl.workers.drawing import BEGUN, FINISHES, FOR_ENVIRONMENTS, READS
 from terrace.rl.workers.environments import PLAYED
+from terrace.rl.workers.servers import ANSWERING
 
 _SPARE = 2  # a round may have 1 / _SPARE of a step's groups in addition; a guess
 _SEEDS_A_GROUP = 1 << 20  # more than the responses to one prompt
@@ -71,14 +72,18 @@ class Drawing:
 class Stream:
     """Supplies a controller with responses from the call `generate`; `hand_over` gives the generator new weights."""
 
-    def __init__(self, drawing: Drawing, generate: Any, hand_over: HandOver) -> None:
-        self._drawing, self._generate, self._bring = drawing, generate, hand_over
+    def __init__(
+        self, drawing: Drawing, generate: Any, hand_over: HandOver, count: Callable[[], Metrics] = dict
+    ) -> None:
+        """`count` returns metrics of the drawing since its last call."""
+        self._drawing, self._generate, self._bring, self._count = drawing, generate, hand_over, count
         self._place = 0  # index of the next prompt
         self._live = self._empty()  # groups that are started and not yet taken
         self._asked: tuple[Rows, Any] | None = None  # rows of the round in progress, and its result
         self._brought: int | None = None
         self._arrives: Callable[[], Metrics] = dict
         self.numbers: Metrics = {}  # metrics of the newest hand-over
+        self.counted: Metrics = {}  # and of the newest round
         self.num_faults = 0  # responses whose environments failed, and that were left out, since someone set it to 0
         self.faults = list[str]()  # what environments did wrong, likewise
 
@@ -162,6 +167,7 @@ class Stream:
         (asked, found), self._asked = self._asked, None
         made: Rows = found.get() if isinstance(found, Handle) else found
         self.numbers, self._arrives = self._arrives() or self.numbers, dict
+        self.counted = self._count()
         live = self._live
         done = live.take(_mask(each != "aborted" for each in live.objects("finish")))
         self.faults += faults_of(made)
@@ -241,6 +247,28 @@ def stream_of(drawing: Drawing, actor: Any, rollout: Any = None) -> Stream:
         return numbers
 
     return Stream(drawing, rollout.generate, send)
+
+
+def served_stream(drawing: Drawing, actor: Any, rollout: Any) -> Stream:
+    """The stream of servers, which load what the actor writes."""
+
+    def hand_over(step: int) -> Callable[[], Metrics]:
+        found: Metrics = actor.write(version=step)  # whole before any server reads it
+        loaded = rollout.load.remote(version=step)
+
+        def numbers() -> Metrics:
+            loaded.get()
+            return found
+
+        return numbers
+
+    def count() -> Metrics:
+        by_rank: list[Metrics] = rollout.counts()
+        total = {name: sum(each[name] for each in by_rank) for name in by_rank[0]}
+        # Every rank counts the servers that answer it.
+        return total | {ANSWERING: min(each[ANSWERING] for each in by_rank)}
+
+    return Stream(drawing, rollout.generate, hand_over, count)
 
 
 def lags(rows: Rows, step: int) -> Metrics:

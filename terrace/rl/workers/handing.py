@@ -1,6 +1,7 @@
 """Plans hand-overs from engine settings alone, without processes: for layouts, and for sender and receiver."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from terrace.comm.ledger import Ledger
 from terrace.model.blocks import block_specs
@@ -18,6 +19,11 @@ def transition_of(settings: EngineSettings, rows: int, apart: Apart | None = Non
     programs = build_stages(settings.cluster, settings.plan, specs, settings.num_micros, settings.sequence)
     held = [set(program.stage.held) for program in programs]
     return Transition.of(settings.cluster, settings.plan, specs, programs[0].model.flats, held, rows, apart=apart)
+
+
+def weights_folder(handed: str, version: int) -> Path:
+    """The folder of a version of the weights that servers load; `handed` is that of a run and of one of its starts."""
+    return Path(f"{handed}-{version:08d}")
 
 
 def reshard_bytes(ledger: Ledger) -> int:

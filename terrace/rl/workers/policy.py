@@ -25,8 +25,9 @@ from terrace.rl.algorithms.policy_loss import aggregation_of, policy_loss
 from terrace.rl.calls.call import call
 from terrace.rl.calls.layout import RoleLayout
 from terrace.rl.hand_over.apart import HandOverApart
+from terrace.rl.hand_over.folder import FolderHandOver
 from terrace.rl.hand_over.reshard import HandOver
-from terrace.rl.hand_over.transition import Apart
+from terrace.rl.hand_over.transition import Apart, to_writer
 from terrace.rl.values.rows import ROUTES, Rows
 from terrace.rl.workers.drawing import READS, drawn
 from terrace.rl.workers.engine_rows import (
@@ -41,13 +42,17 @@ from terrace.rl.workers.engine_rows import (
     step_batches,
 )
 from terrace.rl.workers.environments import NO_ENVIRONMENT, EnvironmentSettings
-from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, transition_of
+from terrace.rl.workers.handing import MEET_S, bytes_of_all, reshard_bytes, transition_of, weights_folder
 from terrace.rl.workers.settings import EngineSettings
 from terrace.rl.workers.sliced import sliced_blocks
 
 
 class Actor:
-    """The worker of the actor. It generates on replicas of `rows` tensor ranks, or, if `apart`, through a `Rollout`."""
+    """The worker of the actor.
+
+    It generates on replicas of `rows` tensor ranks, or, if `apart`, through a `Rollout`, or, if its weights are
+    `handed` over in folders, through a `ServedRollout`.
+    """
 
     def __init__(
         self,
@@ -60,6 +65,7 @@ class Actor:
         rows: int = 1,
         seed: int = 0,
         apart: Apart | None = None,
+        handed: str = "",
         timeout_s: float = 600.0,
         environment: EnvironmentSettings = NO_ENVIRONMENT,
         keeps_routes: bool = False,
@@ -77,16 +83,29 @@ class Actor:
         self.engine = engine_of(world, settings, objective, device_of(settings))
         self._apart, self._limit = apart, timedelta(seconds=timeout_s)
         self._sends: HandOverApart | None = None
-        self._hand_over = HandOver(self.engine, rows, self._limit) if apart is None else None
+        generates = apart is None and not handed
+        self._hand_over = HandOver(self.engine, rows, self._limit) if generates else None
+        self._handed, self._written = handed, -1  # the newest version that was written
+        self._folders: FolderHandOver | None = None
+        if handed:
+            transition = to_writer(transition_of(settings, 1))
+            self._folders = FolderHandOver(self.engine, settings.model, transition, self._limit)
         self._rows, self._version = rows, 0
         self._blocks: Sequence[nn.Module] | None = None  # of the replica, from a hand-over to the next update
 
     @classmethod
     def layout(
-        cls, num_ranks: int, *, settings: EngineSettings, rows: int = 1, apart: Apart | None = None, **_: object
+        cls,
+        num_ranks: int,
+        *,
+        settings: EngineSettings,
+        rows: int = 1,
+        apart: Apart | None = None,
+        handed: str = "",
+        **_: object,
     ) -> RoleLayout:
         """The plan's data ranks, and replicas of `rows` tensor ranks unless a rollout generates."""
-        replicas = transition_of(settings, rows).replicas if apart is None else ()
+        replicas = transition_of(settings, rows).replicas if apart is None and not handed else ()
         return RoleLayout.of(settings.cluster, settings.plan, replicas)
 
     @call()
@@ -123,6 +142,22 @@ class Actor:
         self._sends.run()
         planned, sent = sum(self._sends.sent_bytes.values()), reshard_bytes(self._sends.ledger) - before
         return bytes_of_all(self.engine.comm.exchange([planned, sent]))
+
+    @call()
+    def write(self, version: int) -> dict[str, float]:
+        """Write the current parameters as `version` into the folder that servers load, unless it is there.
+
+        Returns planned and sent bytes over all ranks, those written among them.
+        """
+        if self._folders is None:
+            raise TrainingError("this actor hands no weights to servers: call hand_over or give")
+        if self._written == version:
+            return {}
+        before = reshard_bytes(self.engine.comm.ledger)
+        written = self._folders.run(weights_folder(self._handed, version))
+        self._written = version
+        sent = reshard_bytes(self.engine.comm.ledger) - before + written
+        return bytes_of_all(self.engine.comm.exchange([self._folders.planned_bytes, sent]))
 
     @call(split="replica", take="replica", reads=READS, keeps_groups=True)
     def generate(self, rows: Rows, *, leave: Fraction = Fraction(0)) -> Rows:
@@ -180,7 +215,7 @@ class Actor:
     def resume(self, folder: Path) -> None:
         """Load a checkpoint of `save`."""
         resume(self.engine, Checkpoint(folder))
-        self._blocks = None
+        self._blocks, self._written = None, -1
 
 
 class Reference:
