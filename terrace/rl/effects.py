@@ -15,7 +15,7 @@ from terrace.plan.wire import MessageClass
 from terrace.rl.algorithms.algorithm import Algorithm
 from terrace.rl.config import RlConfig
 from terrace.rl.config_layers import task_table
-from terrace.rl.keys import RewardKeys, RunKeys
+from terrace.rl.keys import EnvironmentKeys, RewardKeys, RunKeys
 from terrace.rl.placing import LEARNING
 from terrace.train.effects import PLAN_RULES, PlanRule, refuse_without_effect, value_at, why_no_peak
 
@@ -67,6 +67,12 @@ def _of_ratios(config: RlConfig) -> str:
     )
 
 
+def _overlap(config: RlConfig) -> str:
+    if not config.rollout.is_served:
+        return ""
+    return f"under rollout.engine = 'http' a response goes on as soon as its answer is there; {_LEAVE}"
+
+
 def _cost_weight(config: RlConfig) -> str:
     return f"the multiplier weighs the cost; {_LEAVE}, or set algorithm.multiplier"
 
@@ -95,6 +101,7 @@ RULES: dict[str, Rule] = {
     "run.reward_timeout_s": _reward_timeout,
     "run.warmup_steps": _warmup_steps,
     "cost.weight": _cost_weight,
+    "environment.overlap": _overlap,
     **{f"algorithm.{item.name}": _of_algorithm(item.name) for item in fields(Algorithm)},
 }
 # Checked only for keys on the command line, as are keys of training in the plan of a role that only scores: a file may
@@ -103,6 +110,7 @@ ASKED: dict[str, Rule] = {"run.timeout_s": _timeout}
 _OWNERS: dict[str, type[Any]] = {
     "run": RunKeys,
     "cost": RewardKeys,
+    "environment": EnvironmentKeys,
     "algorithm": Algorithm,
     "plan": Plan,
     "plans": Plan,

@@ -156,14 +156,13 @@ def workers_of(
         "num_tokens": run.max_response,
         "stops": frozenset() if inputs is None else inputs.stops,
         "seed": run.seed,
+        "environment": environment_of(config, inputs),
     }
-    environment = environment_of(config, inputs)
     draws = {
         **drawing,
         "rows": run.rows,
         "apart": apart,
         "timeout_s": run.timeout_s,
-        "environment": environment,
         "keeps_routes": run.router_replay,
     }
     # A start of a run that goes on may draw other responses, and so have other weights of the same version.

@@ -83,23 +83,36 @@ def check_sections(config: RlConfig) -> None:
             "run.router_replay keeps the experts of responses of one turn, and an [environment] answers in between: "
             "leave one of them out"
         )
+    _check_servers(config)
     _check_task(run)
     if run.start_steps and not run.task:
         raise ConfigError(f"run.start_steps = {run.start_steps}: only a task has right responses; leave it out")
-    if config.rollout.is_served and run.max_lag > int(config.is_apart):
-        raise ConfigError(
-            f"run.max_lag = {run.max_lag}: rollout servers return whole responses, so none goes on in another round; "
-            "set run.max_lag = 0, or 1 with a [[pool]] of its own for the rollout"
-        )
-    if config.rollout.is_served and config.cluster.world_size > 1 and config.rollout.deadline_s >= run.timeout_s:
-        raise ConfigError(
-            f"rollout.deadline_s = {config.rollout.deadline_s:g} must be below run.timeout_s = {run.timeout_s:g}, of "
-            "the call that waits for the responses: lower it, or raise that"
-        )
     if config.is_apart and run.max_lag and len(config.pool[config.places[ROLLOUT].pool].roles) > 1:
         raise ConfigError(
             f"run.max_lag = {run.max_lag} lets the rollout draw while others learn, and the other roles of its pool "
             "would wait for it: give it a pool of its own, or set run.max_lag = 0"
+        )
+
+
+def _check_servers(config: RlConfig) -> None:
+    """Raise `ConfigError` for what rollout servers cannot do."""
+    run, rollout = config.run, config.rollout
+    if not rollout.is_served:
+        return
+    if run.router_replay:
+        raise ConfigError(
+            "run.router_replay needs the experts of each token, and rollout servers do not tell them: leave it out, or "
+            "rollout.engine = 'http'"
+        )
+    if run.max_lag > int(config.is_apart):
+        raise ConfigError(
+            f"run.max_lag = {run.max_lag}: rollout servers return whole responses, so none goes on in another round; "
+            "set run.max_lag = 0, or 1 with a [[pool]] of its own for the rollout"
+        )
+    if config.cluster.world_size > 1 and rollout.deadline_s >= run.timeout_s:
+        raise ConfigError(
+            f"rollout.deadline_s = {rollout.deadline_s:g} must be below run.timeout_s = {run.timeout_s:g}, of "
+            "the call that waits for the responses: lower it, or raise that"
         )
 
 

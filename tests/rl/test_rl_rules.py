@@ -156,7 +156,7 @@ def test_a_file_may_have_defaults_and_a_task_its_own_numbers() -> None:
     config_of(one)
     with pytest.raises(ConfigError, match=r"run.timeout_s = 600.0 has no effect: a run on one rank"):
         config_of({**one, "run": {"timeout_s": 600.0}})
-    assert {name.partition(".")[0] for name in RULES} == {"run", "cost", "algorithm"}
+    assert {name.partition(".")[0] for name in RULES} == {"run", "cost", "algorithm", "environment"}
 
 
 def loaded(folder: Path, overrides: dict[str, Any] | None = None, **more: Any) -> RlConfig:

@@ -29,18 +29,9 @@ from terrace.rl.workers.served import ServedRollout, check_servers
 from terrace.rl.workers.servers import RolloutKeys
 from terrace.rl.workers.settings import EngineSettings
 from tests.support.parity import exact
-from tests.support.rl_runs import ALONE, config_of, ran
+from tests.support.rl_runs import ALONE, GRPO, config_of, ran, served_by
 from tests.support.stub_server import Answer, FaultError, GoneError, Stub, first, of_completions, slow, stubs
 from tests.support.toys import cluster_of
-
-GRPO = {
-    "algorithm": {"name": "grpo", "kl_coefficient": 0.0},
-    "run": {"start_steps": 0, "evaluate_every": 0, "steps": 2, "prompts": 2, "reference": False},
-}
-
-
-def served_by(servers: list[Stub], **more: Any) -> dict[str, Any]:
-    return {"rollout": {"engine": "http", "urls": [each.url for each in servers], **more}}
 
 
 def config_by(servers: list[Stub], *overrides: Mapping[str, Any], **more: Any) -> RlConfig:
@@ -339,6 +330,7 @@ HTTP = {"rollout": {"engine": "http", "urls": ["http://127.0.0.1:1"]}}
         ({"rollout": {**HTTP["rollout"], "deadline_s": 0.0}}, "rollout.deadline_s = 0.0 must be above 0"),
         ({"rollout": {**HTTP["rollout"], "deadline_s": 600.0}, "cluster": TWO}, "must be below run.timeout_s = 600"),
         ({**HTTP, "run": {"max_lag": 1}}, "run.max_lag = 1: rollout servers return whole responses"),
+        ({**HTTP, "run": {"router_replay": True}}, "run.router_replay needs the experts of each token"),
     ],
 )
 def test_wrong_keys_are_one_line(given: Mapping[str, Any], line: str) -> None:

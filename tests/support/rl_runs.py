@@ -16,6 +16,7 @@ from terrace.rl.run import Run, RunInputs, checkpoint_of
 from terrace.rl.tasks import TASKS
 from terrace.rl.totals import Totals
 from tests.support.hf_folder import write_model
+from tests.support.stub_server import Stub
 
 ONE_STAGE = {"schedule": None, "mapping": {"system": {"pipeline": 1}}}
 EXACT = {"compute": "fp64", "master": "fp64", "micro_batch": 2, **ONE_STAGE}
@@ -30,6 +31,10 @@ SMALL: dict[str, Any] = {
     "algorithm": {"name": "ppo", "kl_coefficient": 0.05},
 }
 ALONE = {"cluster": {"tiers": {name: {"size": 1} for name in ("package", "node", "system")}}}
+GRPO: dict[str, Any] = {
+    "algorithm": {"name": "grpo", "kl_coefficient": 0.0},
+    "run": {"start_steps": 0, "evaluate_every": 0, "steps": 2, "prompts": 2, "reference": False},
+}
 FOUR = {"cluster": {"tiers": {"system": {"size": 1}}}}
 
 
@@ -63,6 +68,10 @@ def write_own(folder: Path, **more: Any) -> Path:
     }
     (folder / "run.toml").write_text(tomli_w.dumps(merge(table, more)))
     return folder / "run.toml"
+
+
+def served_by(servers: list[Stub], **more: Any) -> dict[str, Any]:
+    return {"rollout": {"engine": "http", "urls": [each.url for each in servers], **more}}
 
 
 def inputs_of(config: RlConfig) -> RunInputs:

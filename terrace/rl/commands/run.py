@@ -146,7 +146,6 @@ def _checked(config: RlConfig, ray: str | None) -> RunInputs:
     if config.reference_folder:
         check_values(config.reference_folder, config.reference_model, inputs.tokenizer, "run.reference")
     check_devices(config, ray)
-    check_servers(config.rollout, config.run.max_prompt + config.run.max_response)
     check_installed(config.run.metrics, "run.metrics")
     if config.environment.name:
         settings = environment_of(config, inputs)
@@ -159,6 +158,8 @@ def _checked(config: RlConfig, ray: str | None) -> RunInputs:
                 check_columns(function, each.function, columns)
         else:
             _check_reward_model(each.model, inputs.tokenizer)
+    # Last, since it is the only check that waits for others.
+    check_servers(config.rollout, config.run.max_prompt + config.run.max_response)
     return replace(inputs, contents=contents_of(config, inputs.prompts))
 
 

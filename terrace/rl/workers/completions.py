@@ -1,7 +1,8 @@
 """A completion of OpenAI's protocol: its request, and its answer, checked before anything learns from it.
 
 Tokens go out and tokens come back: `return_token_ids`, or `return_tokens_as_token_ids` with names "token_id:7".
-Sampling is that of training, temperature 1 without cuts; a server's own defaults are overruled.
+Sampling is that of training, temperature 1 without cuts; a server's own defaults are overruled. A request with begun
+tokens, as each turn after the first has, continues the prompt and them.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ def request_body(request: Request, model: str, more: Mapping[str, Any]) -> dict[
     """The body of a request for one response; `more` has a server's further fields."""
     return {
         "model": model,
-        "prompt": list(request.prompt),
-        "max_tokens": request.num_tokens,
+        "prompt": [*request.prompt, *_begun(request).tokens],
+        "max_tokens": request.num_tokens - len(_begun(request).tokens),
         "temperature": request.sampling.temperature,
         "top_p": 1.0,
         "top_k": -1,
@@ -41,9 +42,14 @@ def request_body(request: Request, model: str, more: Mapping[str, Any]) -> dict[
     }
 
 
+def _begun(request: Request) -> Completion:
+    return request.begun or Completion((), (), (), "aborted")
+
+
 def _seed(request: Request) -> int:
-    """One of 63 bits from the seeds of the run and of the response."""
-    seeds = f"{request.sampling.seed} {request.seed}".encode()
+    """One of 63 bits from the seeds of the run and of the response, and from the place at which a turn begins."""
+    place = [] if request.begun is None else [len(request.begun.tokens)]
+    seeds = " ".join(map(str, [request.sampling.seed, request.seed, *place])).encode()
     return int.from_bytes(hashlib.blake2b(seeds, digest_size=8).digest()) >> 1
 
 
@@ -72,18 +78,19 @@ def completion_of(answer: Any, request: Request, url: str, vocabulary: int, vers
         wrong("returned a log-probability that is above 0 or no number")
     if bad := [token for token in tokens if not 0 <= token < vocabulary]:
         wrong(f"drew token {bad[0]}, and the model's vocabulary has {vocabulary}: it serves another model")
-    prompt = choice.get("prompt_token_ids")
-    if prompt is not None and prompt != list(request.prompt):
+    begun, prompt = _begun(request), choice.get("prompt_token_ids")
+    if prompt is not None and prompt != [*request.prompt, *begun.tokens]:
         wrong("continued another prompt than the one that was sent: it may add tokens of its own before it")
     finish = choice.get("finish_reason")
-    if len(tokens) > request.num_tokens:
-        wrong(f"returned {len(tokens)} tokens, and max_tokens was {request.num_tokens}")
+    most = request.num_tokens - len(begun.tokens)
+    if len(tokens) > most:
+        wrong(f"returned {len(tokens)} tokens, and max_tokens was {most}")
     ends = [place for place, token in enumerate(tokens) if token in request.stop_tokens]
     if ends and ends[0] < len(tokens) - 1:
         wrong(f"went on after token {tokens[ends[0]]}, which ends a response")
-    if finish == "length" and not ends and len(tokens) < request.num_tokens:
+    if finish == "length" and not ends and len(tokens) < most:
         wrong(
-            f"cut a response at {len(tokens)} tokens, and max_tokens was {request.num_tokens}: raise its longest text "
+            f"cut a response at {len(tokens)} tokens, and max_tokens was {most}: raise its longest text "
             "(vLLM: --max-model-len, SGLang: --context-length), or lower run.max_response"
         )
     if finish == "stop" and not ends:
@@ -95,9 +102,9 @@ def completion_of(answer: Any, request: Request, url: str, vocabulary: int, vers
     if finish not in ("stop", "length"):
         wrong(f"ended a response with finish_reason = {finish!r}, which is neither 'stop' nor 'length'")
     return Completion(
-        tokens=tuple(tokens),
-        logprobs=tuple(min(each, 0.0) for each in numbers),
-        versions=(version,) * len(tokens),
+        tokens=(*begun.tokens, *tokens),
+        logprobs=(*begun.logprobs, *(min(each, 0.0) for each in numbers)),
+        versions=(*begun.versions, *[version] * len(tokens)),
         finish="stop" if ends else "length",
     )
 

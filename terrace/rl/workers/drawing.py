@@ -24,7 +24,7 @@ from terrace.model.config import ModelConfig
 from terrace.model.facts import route_width
 from terrace.rl.values.ragged import Ragged, offsets_of
 from terrace.rl.values.rows import ROUTES, Rows, emitted_of
-from terrace.rl.workers.environments import NO_ENVIRONMENT, NOBODY, Environments, EnvironmentSettings, OneTurn
+from terrace.rl.workers.environments import NO_ENVIRONMENT, NOBODY, EnvironmentSettings, OneTurn, partner_of
 
 # "turns": after the most turns; "fault": its environment failed.
 Finish = Literal["stop", "length", "aborted", "turns", "fault"]
@@ -57,7 +57,7 @@ def drawn(
     `group` has those ranks, if there are several. With `keeps_routes`, also the column `ROUTES`.
     """
     requests = requests_of(rows, num_tokens=num_tokens, stops=stops, seed=seed)
-    partner = Environments(environment, rows, stops, group) if environment.name else OneTurn()
+    partner = partner_of(environment, rows, stops, group)
     width = route_width(model) if keeps_routes else None
     if not requests:
         return rows_of_completions([], partner.columns([]), width)

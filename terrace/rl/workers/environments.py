@@ -125,6 +125,13 @@ class OneTurn:
         """Take note that a turn of a row has ended. Returns whether the row waits for an answer."""
         return False
 
+    def answer(self, row: int, made: Completion) -> Request | None:
+        """Take note that a turn of a row has ended, and wait for its answer, beside the threads of other rows.
+
+        Returns the request that goes on, None if the response is over.
+        """
+        return None
+
     def answers(self, *, is_idle: bool) -> list[tuple[int, Request | None]]:
         """Rows whose answer is there, with the request that goes on, or None if the response is over.
 
@@ -190,10 +197,23 @@ class Environments(OneTurn):
 
     def hears(self, row: int, made: Completion) -> bool:
         own = self._rows[row]
-        said = own.heard(made)
-        work = own.player and (own.player.step(said) if made.finish == "stop" else own.player.cut())
-        self._waiting.append((self._passes + self._settings.overlap, own, self._start(work)))
+        self._waiting.append((self._passes + self._settings.overlap, own, self._said(own, made)))
         return True
+
+    def answer(self, row: int, made: Completion) -> Request | None:
+        own = self._rows[row]
+        played, _ = self._waited(own, self._said(own, made))
+        return self._answered(own, played)
+
+    def _said(self, row: _Row, made: Completion) -> "Future[Played] | None":
+        said = row.heard(made)
+        return self._start(row.player and (row.player.step(said) if made.finish == "stop" else row.player.cut()))
+
+    def _answered(self, row: _Row, played: Played) -> Request | None:
+        goes_on = row.answered(played, self._settings.max_turns)
+        if goes_on is None:
+            self._end(row)
+        return goes_on
 
     def answers(self, *, is_idle: bool) -> list[tuple[int, Request | None]]:
         self._passes += 1
@@ -210,10 +230,7 @@ class Environments(OneTurn):
         found = list[tuple[int, Request | None]]()
         for (_, row, _), (played, stalled_s) in zip(taken, told, strict=True):
             row.stalled_s = stalled_s
-            goes_on = row.answered(played, self._settings.max_turns)
-            if goes_on is None:
-                self._end(row)
-            found.append((row.index, goes_on))
+            found.append((row.index, self._answered(row, played)))
         return found
 
     def close(self) -> None:
@@ -273,6 +290,13 @@ class Environments(OneTurn):
         (first, *_), device = self._group.places, rank_device()
         of_first = gather_plain(sent, device, self._group.handle)[first]
         return [(_played(*each), stalled_s) for each, stalled_s in of_first]
+
+
+def partner_of(
+    settings: EnvironmentSettings, rows: Rows, stops: frozenset[int], group: OrderedGroup | None = None
+) -> OneTurn:
+    """What answers the turns of a share of rows; `group` has the tensor ranks that draw it, if there are several."""
+    return Environments(settings, rows, stops, group) if settings.name else NOBODY
 
 
 def _played(*values: Any) -> Played:

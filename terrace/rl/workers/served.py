@@ -2,13 +2,12 @@
 
     write   the actor's ranks write version n of the weights into a folder of the run (terrace.rl.hand_over.folder)
     load    every server loads it; one that does not answer is named, and draws nothing until the next hand-over
-    draw    a request for each response, at the server with the fewest; the version of its weights is asked before and
-            after it
+    draw    a request for each turn of a response, at the server with the fewest; the version of its weights is asked
+            before and after it
 
 A failed attempt is made again, after a pause that doubles. A server that stays away or exceeds the deadline is left
 out, and its requests go to the others. A server with other weights than those that were handed over (one that was
-started again meanwhile) is counted and loads them again, and a response that it drew is drawn again. Rounds draw whole
-responses.
+started again meanwhile) is counted and loads them again, and what it drew is drawn again. Rounds draw whole responses.
 """
 
 import queue
@@ -35,9 +34,10 @@ from terrace.rl.values.rows import Rows
 from terrace.rl.workers.completions import PATH, completion_of, request_body
 from terrace.rl.workers.drawing import READS, requests_of, rows_of_completions
 from terrace.rl.workers.engine_rows import device_of
+from terrace.rl.workers.environments import NO_ENVIRONMENT, EnvironmentSettings, partner_of
 from terrace.rl.workers.handing import weights_folder
 from terrace.rl.workers.http_json import UnansweredError, exchange
-from terrace.rl.workers.servers import ANSWERING, RolloutKeys, filled
+from terrace.rl.workers.servers import ANSWERING, MOST_REQUESTS, RolloutKeys, filled
 from terrace.rl.workers.settings import EngineSettings
 
 _ATTEMPTS = 6  # of a request at one server; with the pauses between them, about 8 s
@@ -61,8 +61,9 @@ class ServedRollout:
         num_tokens: int,
         stops: frozenset[int],
         seed: int = 0,
+        environment: EnvironmentSettings = NO_ENVIRONMENT,
     ) -> None:
-        """Responses have at most `num_tokens` tokens and end with one of `stops`.
+        """Responses have at most `num_tokens` tokens, and their turns end with one of `stops`.
 
         Weights come through folders `handed` (`weights_folder`).
         """
@@ -70,7 +71,7 @@ class ServedRollout:
         self._drawing: dict[str, Any] = {"num_tokens": num_tokens, "stops": stops, "seed": seed}
         ranks = 1 if world is None else world.world_size
         self._servers = [_Server(url, keys, max(1, keys.requests // ranks)) for url in keys.urls]
-        self._keys, self._version, self._weights = keys, -1, Path()
+        self._keys, self._version, self._weights, self._environment = keys, -1, Path(), environment
         self._changed = threading.Condition()  # of what servers do
         self._counts, self._is_over = Counter[str](), False
 
@@ -101,12 +102,26 @@ class ServedRollout:
         """Generate responses; arguments and result as for `Actor.generate`, of which none stays unfinished."""
         if self._version < 0:
             raise TrainingError("servers have no weights: call load first")
-        num_threads = sum(server.most for server in self._servers)
+        partner = partner_of(self._environment, rows, self._drawing["stops"])
+        requests = partner.first(requests_of(rows, **self._drawing))
+
+        def whole(each: tuple[int, Request]) -> Completion:
+            row, request = each
+            while (goes_on := partner.answer(row, made := self._drawn(request))) is not None:
+                request = goes_on
+            return made
+
+        # A thread that waits for an environment leaves its place at the servers to the others.
+        num_threads = MOST_REQUESTS if self._environment.name else sum(server.most for server in self._servers)
         try:
-            return rows_of_completions(_together(self._drawn, requests_of(rows, **self._drawing), num_threads))
+            made = _together(whole, requests, num_threads)
         except TerraceError:
-            self._is_over = True  # for the threads of the other requests
+            with self._changed:
+                self._is_over = True  # for the threads of the other requests
+                self._changed.notify_all()
             raise
+        partner.close()
+        return rows_of_completions(made, partner.columns(made))
 
     @call(take="all")
     def counts(self) -> dict[str, float]:
@@ -162,7 +177,7 @@ class ServedRollout:
     def _gave_back(self, server: "_Server") -> None:
         with self._changed:
             server.running -= 1
-            self._changed.notify_all()
+            self._changed.notify()
 
     def _count(self, name: str) -> None:
         with self._changed:
@@ -174,7 +189,9 @@ class ServedRollout:
             for attempt in range(_ATTEMPTS):
                 try:
                     server.load(self._weights)
-                    server.is_up, server.fault = True, ""
+                    with self._changed:
+                        server.is_up, server.fault = True, ""
+                        self._changed.notify_all()
                     return
                 except UnansweredError as error:
                     server.fault = str(error)

@@ -13,7 +13,7 @@ from terrace.base.errors import ConfigError, did_you_mean
 
 ANSWERING = "sync/servers"  # metric: servers that answer
 _LONGEST_S = 1e6  # 11 days, as of the other deadlines of a run
-_MOST_REQUESTS = 4096  # each has a thread and a connection
+MOST_REQUESTS = 4096  # each has a thread and a connection
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +85,8 @@ class RolloutKeys:
             _check_url(url)
         if len(set(self.urls)) < len(self.urls):
             raise ConfigError(f"rollout.urls = {list(self.urls)} names a server twice: name each once")
-        if not 1 <= self.requests <= _MOST_REQUESTS:
-            raise ConfigError(f"rollout.requests = {self.requests} must be from 1 to {_MOST_REQUESTS}")
+        if not 1 <= self.requests <= MOST_REQUESTS:
+            raise ConfigError(f"rollout.requests = {self.requests} must be from 1 to {MOST_REQUESTS}")
         if not 0 < self.deadline_s <= _LONGEST_S:
             raise ConfigError(f"rollout.deadline_s = {self.deadline_s} must be above 0 and at most {_LONGEST_S:g}")
 
