@@ -19,7 +19,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _check_together(options)
     check_count("--shard-bytes", options.shard_bytes)
     run = read_run(options.folder)
-    from terrace.train.adapted import code_of
+    from terrace.train.adapted import decoded_words
     from terrace.train.export import export_adapter
 
     checkpoint = _chosen(run, options.step)
@@ -38,8 +38,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             f"no tokenizer: the run was trained on {run.tokenizer}; generate and eval take the folder with "
             f"--tokenizer {run.tokenizer}"
         )
-    if code := code_of(checkpoint):
-        print(f"the frozen matrices were held in {code}: their decoded values are written in {dtype}, without it")
+    if words := decoded_words(checkpoint):
+        print(words)
     print(f"wrote {options.path}, the model after step {run.step_of(checkpoint)} in {dtype}: {', '.join(written)}")
     return 0
 

@@ -81,4 +81,7 @@ def load_model_of(options: argparse.Namespace) -> Any:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"--device {options.device} cannot be used ({reason}): give cpu, cuda or cuda:N") from error
-    return load_trained(options.folder, dtype=options.dtype, tokenizer=options.tokenizer, device=device)
+    model = load_trained(options.folder, dtype=options.dtype, tokenizer=options.tokenizer, device=device)
+    if model.note:
+        print(model.note, file=sys.stderr)
+    return model

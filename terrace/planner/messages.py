@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from terrace.plan.flats import FlatParamSpec
-from terrace.plan.hops import hops_coding_bytes
+from terrace.plan.hops import decoding_bytes, hops_coding_bytes
 from terrace.plan.kept import grad_format
 from terrace.plan.layout import DEVICE, Layout, message_lane
 from terrace.plan.mesh import Mesh
@@ -23,7 +23,7 @@ from terrace.planner.stage_specs import data_cluster
 from terrace.planner.task import Placement
 from terrace.program.instruction import Instruction, Op
 from terrace.program.resolve import carries, control_message
-from terrace.simulate.links import copied_s, hops_s
+from terrace.simulate.links import coding_s, copied_s, hops_s
 
 _PARTS = (32, 4)  # of the largest block, whose elements the two blocks have that are priced
 _LEAST = (1 << 20, 1 << 22)  # elements of these blocks
@@ -65,6 +65,16 @@ def _joined(sent: Sent, line: Line, numel: int) -> Sent:
     # They follow each other on the outer lane of the two.
     seconds = line.base_s + numel * line.each_s
     return Sent(sent.seconds + seconds, max(sent.lane, line.lane), sent.slowed_s + line.penalty * seconds)
+
+
+def _decoded(sent: tuple[Sent, ...], seconds: float, penalty: float) -> tuple[Sent, ...]:
+    # The device decodes after each gather. Where no codes come from other ranks, it computes nothing meanwhile.
+    found = list(sent)
+    for index in _GATHERS:
+        own = sent[index]
+        slowed_s = own.slowed_s + (penalty if own.seconds else 1.0) * seconds
+        found[index] = Sent(own.seconds + seconds, own.lane, slowed_s)
+    return tuple(found)
 
 
 class Messages(NamedTuple):
@@ -109,6 +119,12 @@ class StateMessages:
                 if any(of) or any(more):
                     lines, _ = self.lines(group, placement)
                     each = [_and(sent, lines, *numels) for sent, *numels in zip(each, of, more, strict=True)]
+            coded = self.estimator.numels.coded(mesh)
+            if any(coded):
+                task, (_, plan) = self.estimator.task, self.estimator.layout(mesh.state, placement)
+                penalty = task.cluster.device.overlap_penalty
+                decodings = [coding_s(task.cluster, decoding_bytes(plan, numel)) for numel in coded]
+                each = [_decoded(sent, decoding_s, penalty) for sent, decoding_s in zip(each, decodings, strict=True)]
             found = self._of[key] = Messages(tuple(each), self.lines(mesh.state, placement).control_s)
         return found
 

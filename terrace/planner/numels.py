@@ -62,6 +62,10 @@ class Numels:
         """Trainable parameters of `all`."""
         return self._sum(flat for flat in self._of(mesh).flats if flat.trainable)
 
+    def coded(self, mesh: Mesh) -> _Numels:
+        """Elements of frozen matrices that are held in codes and decoded by every gather."""
+        return self._sum(flat for flat in self._of(mesh).flats if flat.code)
+
     def elements(self, mesh: Mesh) -> Elements:
         """Elements by the ranks that share them and by what is done with them."""
         return self._of(mesh).elements

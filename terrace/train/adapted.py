@@ -51,10 +51,12 @@ def lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
     return None if table is None else load(LoraConfig, table, FACT)
 
 
-def code_of(checkpoint: Checkpoint) -> str:
-    """The format in which a checkpoint holds the frozen matrices under adapters; empty for plain floats."""
+def decoded_words(checkpoint: Checkpoint) -> str:
+    """A line on frozen matrices that a checkpoint holds in codes and `merged_values` decodes; empty if it has none."""
     lora = lora_of(checkpoint)
-    return (lora.base or "") if lora is not None else ""
+    if lora is None or lora.base is None:
+        return ""
+    return f"the frozen matrices were held in {lora.base}: they are decoded, and the adapters are merged into them"
 
 
 def pruned_fact(run: RunConfig) -> dict[str, object]:

@@ -21,7 +21,7 @@ from terrace.model.hf.folder import CONFIG, TOKENIZER, adapter_words, holds_weig
 from terrace.model.hf.pretrained import Pretrained
 from terrace.runtime.describe import replace_parameters
 from terrace.runtime.norm import is_finite
-from terrace.train.adapted import merged_values
+from terrace.train.adapted import decoded_words, merged_values
 from terrace.train.folder import check_source, no_run_words, run_above
 from terrace.train.runs import TrainedFolder, read_run
 
@@ -32,7 +32,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 class Trained:
     """A model with its tokenizer, its training sequence length, and the tokens that end a text or a turn.
 
-    `tokenizer_path` and `template_path` locate the chat template that it was trained with.
+    `tokenizer_path` and `template_path` locate the chat template that it was trained with. `note` is a line on
+    weights that the checkpoint holds in another form.
     """
 
     config: ModelConfig
@@ -42,6 +43,7 @@ class Trained:
     stops: tuple[int, ...]
     tokenizer_path: str = BYTES
     template_path: str = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         if has_scalar_head(self.config):
@@ -147,6 +149,7 @@ def _of_run(folder: Path, dtype: torch.dtype, tokenizer: str | None, device: tor
         stops=ends_of(own, path, run.template, run.source),
         tokenizer_path=path,
         template_path=run.template,
+        note=decoded_words(checkpoint),
     )
 
 

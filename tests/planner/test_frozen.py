@@ -46,11 +46,14 @@ def frozen_task(model: str, patterns: tuple[str, ...], cluster: str = "dgx 2x3",
 )
 def test_a_search_prices_frozen_matrices_as_their_program_does(model: str, patterns: tuple[str, ...]) -> None:
     """The step is as long as the plan's, and shorter than if all trained."""
-    task = frozen_task(model, patterns)
+    task, within = (
+        frozen_task(model, patterns),
+        0.015 if patterns == CODED else 0.03,
+    )  # without decoding it is 0.025 off
     evaluator, of_whole = evaluator_of(task), evaluator_of(replace(task, declared=()))
     for mesh in meshes(Space(task=task, axes=("data", "tensor"))):
         for placement in (Placement(-1, -1, -1), Placement(1, 1, 1)):
             candidate = Candidate(0, 1, SERIAL, 1, 1, placement, mesh)
             played_s = evaluator.played(candidate).step_s
-            assert evaluator.prices.step_s(candidate) == pytest.approx(played_s, rel=0.03)
+            assert evaluator.prices.step_s(candidate) == pytest.approx(played_s, rel=within)
             assert played_s < of_whole.played(candidate).step_s

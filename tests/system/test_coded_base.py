@@ -270,7 +270,10 @@ def test_a_run_goes_on_with_the_same_bits_and_is_written_merged(tmp_path: Path) 
     initial = initial_value(parse_model(checkpoint.facts["model"]), "layers.0", "mlp.down.weight", (64, 128), 0)
     assert np.array_equal(held["layers.0", "mlp.down.weight"].numpy(), plain(initial.numpy()))
     export = terrace("export", "run", "out", cwd=tmp_path)
-    assert "held in nf4: their decoded values are written in fp32" in export.stdout
+    said = "held in nf4: they are decoded, and the adapters are merged into them"
+    assert said in export.stdout
+    for asked in (("generate", "run", "--prompt", "The", "--tokens", "1"), ("eval", "run", "--data", "text.txt")):
+        assert said in terrace(*asked, cwd=tmp_path).stderr
     shutil.rmtree(last)
     again = terrace("train", "--resume", "run", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
