@@ -168,7 +168,8 @@ def test_a_teacher_is_priced_and_plans_leave_it_room(here: Planning, teacher: st
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([*TIGHT, "--axes", "data"], "beside a teacher of"),
+        # A second search, and one of what would make room: half the seconds of all these tests.
+        pytest.param([*TIGHT, "--axes", "data"], "beside a teacher of", marks=pytest.mark.nightly),
         (["--outer", "every<=10"], "--teacher is not implemented for islands (--outer)"),
         (["--axes", "data,context"], "--teacher is not implemented for a context axis (--axes)"),
         (["--teacher.plan", "zero9"], "teacher.plan = 'zero9' is no preset"),
