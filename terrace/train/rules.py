@@ -340,8 +340,8 @@ def check_objective(run: RunConfig) -> None:
         )
     if num_further_tokens(run.model) and objective != "next-token":
         raise ConfigError(
-            f'the model predicts {num_further_tokens(run.model)} further tokens, which train.objective = "{objective}" '
-            f"does not train: give --model.{NEXTN} 0"
+            f"the model predicts {counted(num_further_tokens(run.model), 'further token')}, which train.objective = "
+            f'"{objective}" does not train: give --model.{NEXTN} 0'
         )
     has_pairs = any(source.format == "pairs" for source in run.data.sources())
     if has_scalar_head(run.model) and objective != "reward":

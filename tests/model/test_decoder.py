@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ModelError
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
-from terrace.model.decoder import build_blocks, token_loss
+from terrace.model.decoder import build_blocks, to_gradient, token_loss
 from terrace.model.init import initial_value, initialise
 from terrace.model.layers import Attention, RMSNorm
 from terrace.model.rotary import Rotary
@@ -234,6 +234,17 @@ def test_loss_is_a_sum_over_valid_labels() -> None:
     torch.testing.assert_close(token_loss(logits, labels), torch.as_tensor(expected), rtol=1e-14, atol=0)
     parts = token_loss(logits[:1], labels[:1]) + token_loss(logits[1:], labels[1:])
     torch.testing.assert_close(token_loss(logits, labels), parts, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_gradient_of_a_loss_is_scaled_in_its_own_dtype(dtype: torch.dtype) -> None:
+    logits, labels = normal(6, 37).to(dtype).requires_grad_(), make_tokens(1, 6)[0]
+    labels[2], scale = -100, 0.1 / 7  # which no binary float has exactly
+    loss = token_loss(logits[None], labels[None])
+    (wanted,) = torch.autograd.grad(loss * scale, logits)
+    found = logits.detach().clone()
+    torch.testing.assert_close(to_gradient(found, labels, scale), loss.detach().double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=torch.finfo(dtype).eps / 16)
 
 
 def test_loss_without_labels_is_zero_with_zero_gradient() -> None:

@@ -1,6 +1,7 @@
 """Layers that predict further tokens, in and out of folders of published models, shrunk."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from terrace.model.facts import next_token_alone
 from terrace.model.hf.pretrained import Pretrained
 from terrace.model.hf.written import write_pretrained
 from terrace.model.init import initialise
+from terrace.model.kinds import Scales
 from terrace.runtime.further_tokens import further_tokens
 from tests.support.families import in_fp64
 from tests.support.further_reference import Reference
+from tests.support.generation import MODELS
 from tests.support.published import PUBLISHED
 
 _SMALL: dict[str, Any] = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 37, "num_attention_heads": 4}
@@ -74,7 +77,9 @@ def test_layers_for_further_tokens_come_in_and_go_out(tmp_path: Path, name: str)
     (tmp_path / "config.json").write_text(json.dumps(_as_deepseek(tmp_path)))
     with in_fp64():
         wanted = Reference(tmp_path, 1).losses(tokens[:, :-1], tokens[:, 1:])
-    assert [float(each) for each in losses] == pytest.approx([float(each) for each in wanted], abs=1e-10)
+    assert [float(each.detach()) for each in losses] == pytest.approx(
+        [float(each.detach()) for each in wanted], abs=1e-10
+    )
     kept = {name: value for name, value in stored.items() if not name.startswith("model.layers.2.")}
     safetensors.torch.save_file(kept, file)
     with pytest.raises(ModelError, match=r"lacks model.layers.2.* give --model.num_nextn_predict_layers 0 where"):
@@ -85,3 +90,24 @@ def _as_deepseek(folder: Path) -> dict[str, Any]:
     # transformers has the layers of kimi_k2 under the other name alone.
     table: dict[str, Any] = json.loads((folder / "config.json").read_text())
     return table | ({"model_type": "deepseek_v3"} if table["model_type"] == "kimi_k2" else {})
+
+
+@pytest.mark.parametrize("number", [-1, 9, 1.5, True])
+def test_other_numbers_of_layers_are_refused(number: float) -> None:
+    table = PUBLISHED["GLM-4.5-Air"][0] | {"num_nextn_predict_layers": number}
+    with pytest.raises(ModelError, match=f"num_nextn_predict_layers = {number} must"):
+        parse_model(table)
+
+
+_OTHERS = {
+    "linear layers among others": MODELS["linear"],
+    "norms of outputs": MODELS["norms after, scaled"],
+    "logits that are divided": replace(MODELS["llama"], scales=Scales(logit_divisor=2.0)),
+    "one number a token": replace(MODELS["glm4_moe"], scalar_head=True),
+}
+
+
+@pytest.mark.parametrize("name", _OTHERS)
+def test_models_without_such_layers_are_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=r"num_nextn_predict_layers = 1 is not implemented for .*: set it to 0"):
+        replace(_OTHERS[name], num_mtp_layers=1)

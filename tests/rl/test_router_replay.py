@@ -143,9 +143,11 @@ def test_in_bf16_training_finds_what_was_drawn() -> None:
     assert mean[True] < mean[False]
 
 
-@pytest.mark.parametrize("name", ["mixtral", "glm4_moe"])
-def test_routes_do_not_depend_on_company(name: str) -> None:
-    config = MODELS[name]
+_LINEAR = replace(MODELS["linear"], family="qwen3_next", experts=MODELS["mixtral"].experts)
+
+
+@pytest.mark.parametrize("config", [MODELS["mixtral"], MODELS["glm4_moe"], _LINEAR], ids=lambda each: each.family)
+def test_routes_do_not_depend_on_company(config: ModelConfig) -> None:
     texts = [(5, 6, 7), (5, 6, 7), (9,), (5, 6, 7, 8, 1, 2)]
     asked = [Request(prompt=text, num_tokens=6, seed=seed, sampling=DRAWS) for seed, text in enumerate(texts)]
 
@@ -173,3 +175,5 @@ def test_what_is_refused() -> None:
         check_roles(resolve("sort", None, {}, {"run": {"router_replay": True}}))
     with pytest.raises(ConfigError, match=r"run.router_replay keeps .* run.max_lag = 1 takes older ones"):
         resolve("sort", None, {}, {"run": {"router_replay": True, "max_lag": 1}})
+    with pytest.raises(ConfigError, match=r"run.router_replay keeps .* of one turn, and an \[environment\] answers"):
+        resolve("sort", None, {}, {"run": {"router_replay": True}, "environment": {"name": "environments.py:Digits"}})

@@ -38,9 +38,12 @@ def issued(program: Program) -> Iterator[BlockStep]:
         if each.op is Op.RECV
     }
     for instruction in program.instructions:
-        if _reads(instruction) in received and program.model.edge.gathers is not None:
-            send = Send((program.model.edge.gathers,))  # parts of an activation of another stage
-            yield from (send, Await(send))
+        if (read := _reads(instruction)) in received and read is not None:
+            backward, block, _ = read
+            gathers = program.model.edge_behind(block + (1 if backward else -1), backward=backward).gathers
+            if gathers is not None:
+                send = Send((gathers,))  # parts of an activation of another stage
+                yield from (send, Await(send))
         if instruction.block >= 0:
             for step in program.model.block_program(instruction.block).steps(instruction.op):
                 yield _plain(step)

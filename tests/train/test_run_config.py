@@ -118,6 +118,9 @@ BAD = [
     (ConfigError, ("--train.seed", "-1"), "train.seed = -1 must be at least 0"),
     (ConfigError, ("--train.keep_checkpoints", "0"), "train.keep_checkpoints = 0 must be at least 1"),
     (ConfigError, ("--train.final_lr_fraction", "nan"), "must lie between 0 and 1"),
+    (ConfigError, ("--train.mtp_loss_weight", "-0.1"), "train.mtp_loss_weight = -0.1 must be positive and finite"),
+    (ConfigError, ("--train.mtp_loss_weight", "nan"), "train.mtp_loss_weight = nan must be positive and finite"),
+    (ConfigError, ("--train.mtp_loss_weight", "0.1"), "mtp_loss_weight = 0.1 has no effect: the model predicts no"),
     (ConfigError, ("--train.timeout_s", "inf"), "train.timeout_s = inf must be positive and at most"),
     (ConfigError, ("--train.timeout_s", "-1"), "train.timeout_s = -1.0 must be positive"),
     (ConfigError, ("--train.target_loss", "nan"), "train.target_loss = nan must be a number"),
@@ -239,6 +242,18 @@ def test_what_is_frozen_is_not_moved_by_loads(words: tuple[str, ...], said: str,
     assert said in refused(ConfigError, "--balance.bias", "0.01", *words, model=model)
     for fine in (words, ("--balance.bias", "0.01")):
         assert given(*fine, model=model).model.experts is not None
+
+
+@pytest.mark.parametrize("objective", ["distill", "dpo"])
+def test_further_tokens_are_trained_by_the_loss_of_tokens_alone(objective: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GLM | {"num_nextn_predict_layers": 2}))
+    words = ("--train.objective", objective, *(("--teacher.mix", "0.4") if objective == "distill" else ()))
+    said = refused(ConfigError, *words, model=str(tmp_path))
+    assert said == (
+        f'the model predicts 2 further tokens, which train.objective = "{objective}" does not train: give '
+        "--model.num_nextn_predict_layers 0"
+    )
+    assert given("--train.mtp_loss_weight", "0.1", model=str(tmp_path)).train.mtp_loss_weight == 0.1
 
 
 def test_sequences_longer_than_learned_positions_are_refused(tmp_path: Path) -> None:
