@@ -142,7 +142,8 @@ def test_the_gradient_is_that_of_drawn_tokens_alone(alone: tuple[Metrics, Rows])
         torch.stack(terms).mean(), [each for block in blocks for each in block.parameters()]
     )
     norm = torch.cat([each.flatten() for each in gradients]).norm()
-    assert found["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-9)
+    # Log-probabilities are kept in fp32, so a ratio is 1 but for their rounding.
+    assert found["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-6)
     assert not rows.ragged("emitted").values.all()
 
 
