@@ -36,6 +36,7 @@ for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test`; on small tensors threads wait for one another
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # an id of the hub, or a path that could be one, asks no network
 os.environ.pop("COLUMNS", None)  # tables follow it
 
 

@@ -15,6 +15,7 @@ EXTRAS = {
     "safetensors": "train",
     "tokenizers": "hf",
     "jinja2": "hf",
+    "huggingface_hub": "hub",
     "pyarrow": "data",
     "pyyaml": "data",
     "tensorboard": "metrics",

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from terrace.base.errors import DataError
+from terrace.base.hub import fetch_again
 from terrace.data.folder import Found, find_in_folder
 from terrace.data.forms import PACKED_SUFFIXES, DataFile, data_file
 from terrace.data.pieces import unreadable
@@ -87,6 +88,8 @@ def _status(path: Path) -> os.stat_result:
     try:
         return path.stat()
     except FileNotFoundError as error:
+        if fetch_again(str(path)):  # a run goes on whose hub cache was emptied
+            return path.stat()
         url = re.search(r"\w+:/+\S*", str(path))  # one slash, since Path joins two
         if url is not None:
             raise DataError(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from terrace.base.errors import ConfigError, did_you_mean
+from terrace.base.hub import with_folders
 from terrace.base.schema import merge, read_table
 from terrace.cluster.presets import lay_over
 from terrace.rl.keys import TASKS
@@ -31,7 +32,7 @@ def resolve_table(
     for key, value in own.items():
         # These sections replace the task's as a whole.
         table = table | {key: value} if key in ("cluster", "plan", "model") else merge(table, {key: value})
-    table |= {key: value for key, value in flags.items() if value is not None}
+    table |= {key: value for key, value in with_folders(flags, Path(), whole=True).items() if value is not None}
     if isinstance(table.get("model"), str) and Path(table["model"]).is_dir():
         table.setdefault("weights", str(Path(table["model"]).resolve()))
     for key in ("model", "cluster", "plan"):
@@ -58,7 +59,7 @@ def given_table(
 
 def _with_paths(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """`table` with absolute file paths; they are given relative to `folder`, that of the configuration file."""
-    found = dict(table)
+    found = with_folders(table, folder, whole=True)
     for key in ("model", "cluster", "plan"):
         if isinstance(found.get(key), str) and (folder / found[key]).exists():
             found[key] = str((folder / found[key]).absolute())

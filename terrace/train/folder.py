@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from terrace.base.errors import CheckpointError, DataError, ModelError
 from terrace.base.fitting import parse_table
 from terrace.base.foreign import read_file, read_text
+from terrace.base.hub import fetch_weights, is_snapshot
 from terrace.base.sealed import checksum, sealed_json
 from terrace.base.words import counted
 from terrace.model.facts import refuse_unpublished_gate, vocabulary_size
@@ -59,7 +60,7 @@ def with_folder(table: Mapping[str, Any], model: Any, names_tokenizer: bool) -> 
         return dict(table)  # which is refused by whoever reads the sections
     folder = os.path.abspath(model) if isinstance(model, str) and os.path.isdir(model) else ""
     train, data = dict(table.get("train", {})), dict(table.get("data", {}))
-    if "weights" not in train and folder and holds_weights(folder):
+    if "weights" not in train and folder and (holds_weights(folder) or is_snapshot(folder)):
         train["weights"] = folder
     # Weights named by the user bring the tokenizer of their folder.
     weights = train.get("weights")
@@ -100,6 +101,7 @@ def check_weights(run: RunConfig) -> str:
     if run.train.weights:
         from terrace.model.hf.pretrained import Pretrained
 
+        fetch_weights(run.train.weights)
         refuse_unpublished_gate(run.model, run.train.weights)
         weights = Pretrained(run.train.weights, run.model, adds_rows=True)
         weights.check()

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from terrace.base import hub
 from terrace.base.errors import ConfigError, PlanError, did_you_mean
 from terrace.base.schema import merge, read_table
 from terrace.cluster.presets import UNNAMED, cluster_table, lay_over, preset_names
@@ -37,7 +38,8 @@ def resolve_table(
     table = read_table(Path(str(resources.files(__package__) / "default.toml")))
     table |= {} if here is None else {"cluster": UNNAMED}
     folder = Path() if path is None else Path(path).parent
-    own = {} if path is None else read_table(Path(path))
+    own = {} if path is None else hub.with_folders(read_table(Path(path)), folder)
+    overrides = hub.with_folders(overrides, Path())
     if path is not None and not own:
         raise ConfigError(
             f"{path} has no key, so it changes nothing: give it a section, such as [train], or leave it out"
@@ -49,10 +51,10 @@ def resolve_table(
     # Order of the layers: defaults, the plan's task, the file, the flags, the dotted overrides.
     table = _lay_over(with_one_length(table, own), own, folder)
     for name in _WHOLE:
-        if flags.get(name) is not None:
-            table[name] = flags[name]
-    if flags.get("data") is not None:
-        table = merge(table, {"data": {"path": flags["data"]}})
+        if (given := flags.get(name)) is not None:
+            table[name] = hub.model_folder(given) if name == "model" else given
+    if (given := flags.get("data")) is not None:
+        table = merge(table, {"data": {"path": hub.data_folder(given)}})
     table |= {} if here is None else {"cluster": here(table["cluster"])}
     # The model's path is needed below, after `section` has replaced it by its table.
     model = table.get("model")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from terrace.base.errors import CheckpointError, ConfigError, ModelError, did_you_mean
+from terrace.base.hub import model_folder
 from terrace.checkpoint.layout import latest
 from terrace.checkpoint.reading import Checkpoint, not_finite
 from terrace.data.converted import other_form
@@ -62,6 +63,7 @@ def load_trained(
     """
     if dtype not in DTYPES:
         raise ConfigError(f"dtype = {dtype!r} is not known{did_you_mean(dtype, DTYPES)}")
+    folder = Path(model_folder(str(folder), whole=True))
     if (folder / "config.toml").is_file():
         return _of_run(folder, DTYPES[dtype], tokenizer, device)
     if (folder / CONFIG).is_file() and holds_weights(str(folder)):
