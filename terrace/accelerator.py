@@ -7,6 +7,8 @@ those of NVIDIA, and those of AMD under ROCm, whose torch has the same names. do
 Nothing here opens a context on a device, except `properties`, `name_of` and the functions for one device.
 """
 
+import resource
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 TYPE = "cuda"  # torch's type of the devices that ranks run on, ROCm's among them
 COLLECTIVES = "nccl"  # torch's backend of their process groups; under ROCm it is RCCL
 HOST = torch.device("cpu")
+_MOST_ALLOCATIONS = 1_000_000  # in a record; older ones are left out
 
 
 def has_streams(device: torch.device) -> bool:
@@ -90,6 +93,36 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
 def architecture(device: torch.device) -> str:
     """AMD's name of a device's instructions, such as "gfx942" for an MI300X; "" for every other device."""
     return str(properties(device).gcnArchName).split(":")[0] if has_streams(device) and is_rocm() else ""
+
+
+def bytes_in_use(device: torch.device) -> int:
+    """Bytes that a device's allocator has handed out; of a CPU, the resident memory of the process (0 off Linux)."""
+    if has_streams(device):
+        return torch.accelerator.memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
+
+
+def record_memory(device: torch.device) -> None:
+    """Begin to record every allocation on a device, with the lines of code that made it; nothing on a CPU."""
+    if has_streams(device):
+        torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
+
+
+def write_memory(device: torch.device, path: Path) -> bool:
+    """End the record and write it for https://pytorch.org/memory_viz. False on a CPU. Raises `OSError`."""
+    if not has_streams(device):
+        return False
+    new = path.with_suffix(".new")
+    try:
+        dump: Any = torch.cuda.memory._dump_snapshot  # which torch has not typed
+        dump(str(new))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    new.replace(path)
+    return True
 
 
 def random_state(device: torch.device) -> Tensor:

@@ -48,5 +48,9 @@ class Meter:
             # Categories peak at different times, so their peaks do not add up to the peak of all.
             self._peak[category] = max(self._peak[category], self._now[category])
 
+    def now(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._now)
+
     def peak(self) -> dict[str, int]:
         return dict(self._peak)

@@ -1,5 +1,6 @@
 """A recording: time, lane and predecessor of every instruction of a step, simulated or measured."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,18 @@ def below_lane(program: "Program", medium: str = "") -> int:
     return len(program.layout.tiers) + 1 + (lanes.index(medium) if medium in lanes else 0)
 
 
+class MemorySample(NamedTuple):
+    """Measured bytes of a rank `moment_s` after the start of its step, on a device as the host had issued it by then.
+
+    `states_bytes` has the model state and messages by category, `in_use_bytes` all that the device's allocator has
+    handed out, or on a CPU the resident memory of the process.
+    """
+
+    moment_s: float
+    states_bytes: Mapping[str, int]
+    in_use_bytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """A steady-state step of one rank. Times are relative to its start, which is `begin_s` after the first stage's.
@@ -51,6 +64,7 @@ class Recording:
     done_s: tuple[float, ...]
     slowed_s: float
     begin_s: float = 0.0
+    memory: tuple[MemorySample, ...] = ()  # of a measured step
 
     @property
     def lanes(self) -> tuple[int, ...]:

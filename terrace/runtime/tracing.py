@@ -6,9 +6,11 @@
 
 Other steps are unaffected. While a step is traced, instance attributes of the runner and the clock override methods
 of their classes, to record each mark of the clock, each piece of work on a lane and each message to another stage;
-afterwards they are deleted. On a CPU times are the host's; on CUDA they are events on the streams, read at the end,
-so that tracing never makes the host wait. A message between stages is recorded when it is sent; with NCCL, where
-torch sends it on its own stream, only the wait for it is recorded. Pieces of states below the device, and updates on
+afterwards they are deleted. Each mark also reads the memory in use.
+
+On a CPU times are the host's; on CUDA they are events on the streams, read at the end, so that tracing never makes the
+host wait. A message between stages is recorded when it is sent; with NCCL, where torch sends it on its own stream, only
+the wait for it is recorded. Pieces of states below the device, and updates on
 the host's cores, are recorded on a CPU, each on its lane at the instruction that asked for it.
 
 Compute spans are the time between two marks: a wait, or a pass up to its end. Routed messages appear on the lanes
@@ -23,12 +25,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from terrace.accelerator import has_streams
+from terrace.accelerator import bytes_in_use, has_streams
 from terrace.comm.lane import DONE, Ticket
 from terrace.plan.layout import INSIDE
 from terrace.program.block_program.steps import InBlockMessage
 from terrace.program.instruction import COLLECTIVES
-from terrace.program.recording import COMPUTE, Recording, Span, below_lane
+from terrace.program.recording import COMPUTE, MemorySample, Recording, Span, below_lane
 from terrace.program.report import StepReport
 from terrace.runtime.clock import timed_event, wait_for
 from terrace.runtime.in_block import InBlockComm, InFlight
@@ -48,6 +50,7 @@ class _Step:
 
     origin: Stamp = None
     marks: list[tuple[Stamp, str, int, int, int]] = field(default_factory=list)
+    memory: list[tuple[Stamp, dict[str, int], int]] = field(default_factory=list)  # at each mark
     messages: list[tuple[int, Stamp, Stamp, int, str, int]] = field(default_factory=list)
 
 
@@ -95,7 +98,9 @@ class Tracer:
 
         def marked(category: str) -> None:
             mark(category)
-            step.marks.append((self._stamp(), category, messages.counter, awaited[0], expected[0]))
+            stamp = self._stamp()
+            step.marks.append((stamp, category, messages.counter, awaited[0], expected[0]))
+            step.memory.append((stamp, self._engine.comm.meter.now(), bytes_in_use(self._engine.device)))
             awaited[0] = -1
 
         def recorded(counter: int, instruction: object, waiting_on: tuple[int, ...]) -> None:
@@ -227,4 +232,7 @@ class Tracer:
             started_s=tuple(max(0.0, moment_s) for moment_s in started_s),
             done_s=tuple(done_s),
             slowed_s=0.0,
+            memory=tuple(
+                MemorySample(self._seconds(step.origin, stamp), held, in_use) for stamp, held, in_use in step.memory
+            ),
         )

@@ -41,6 +41,9 @@ class MemoryCurve:
         return totals[highest], self.times_s[highest]
 
 
+NO_MEMORY = MemoryCurve(constant_bytes={}, times_s=(), varying_bytes={})
+
+
 def memory_curve(
     recording: Recording,
     activations: Sequence[Held] | None = None,
@@ -66,6 +69,17 @@ def memory_curve(
         constant_bytes=constant,
         times_s=tuple(times_s),
         varying_bytes={name: tuple(values) for name, values in curve.items()},
+    )
+
+
+def measured_curve(recording: Recording) -> MemoryCurve:
+    """Model state of one rank over a measured step, from its samples; activations are not among them."""
+    samples = recording.memory
+    names = dict.fromkeys(name for sample in samples for name in sample.states_bytes)
+    return MemoryCurve(
+        constant_bytes={},
+        times_s=tuple(sample.moment_s for sample in samples),
+        varying_bytes={name: tuple(sample.states_bytes.get(name, 0) for sample in samples) for name in names},
     )
 
 

@@ -5,18 +5,19 @@ row of a timeline, counters ("C") for memory, and metadata ("M") with names. A g
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from terrace.base.sealed import sealed_json
 from terrace.program.recording import Recording
 from terrace.program.timeline import TimelineRow
-from terrace.simulate.curve import MemoryCurve
+from terrace.simulate.curve import NO_MEMORY, MemoryCurve, measured_curve
 from terrace.simulate.rows import passes_row, recording_rows
 from terrace.simulate.stages import Passed
 
 _US = 1e6  # microseconds in a second
+_IN_USE = "all memory (bytes)"  # of the device, or on a CPU of the process
 
 
 def steps_trace_json(
@@ -29,14 +30,25 @@ def steps_trace_json(
     events: list[dict[str, Any]] = []
     for stage, (recording, curve) in enumerate(zip(recordings, curves, strict=True)):
         events += _process(recording_rows(recording, names[stage], recording.begin_s), stage)
-        events += _counters(curve, stage, recording.begin_s)
+        # Constant categories are merged into one value, so that changes stand out.
+        held = {"held throughout": sum(curve.constant_bytes.values())}
+        events += _counters(curve, stage, recording.begin_s, held)
     return json.dumps(_table(events, {"step_s": step_s}), separators=(",", ":")) + "\n"
 
 
-def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recording, *, step: int, rank: int) -> str:
-    """Trace with two processes: the predicted step, and the measured step `step`.
+def compared_trace_json(
+    predicted: Recording | Sequence[Passed],
+    measured: Recording,
+    *,
+    step: int,
+    rank: int,
+    memory: MemoryCurve = NO_MEMORY,
+    begin_s: float = 0.0,
+) -> str:
+    """Trace with two processes: the predicted step, and the measured step `step`; each with its memory by category.
 
-    Both begin at 0. For a pipeline the prediction is the passes of the rank's stage.
+    Both begin at 0. For a pipeline the prediction is the passes of the rank's stage, whose step begins at `begin_s`.
+    The measured memory is model state, and beside it all that is in use.
     """
     program = measured.program
     where = f"predicted: plan {program.plan.name} on {program.cluster.name}"
@@ -48,7 +60,11 @@ def compared_trace_json(predicted: Recording | Sequence[Passed], measured: Recor
     rows += recording_rows(measured, f"measured: step {step} of rank {rank}")
     other = {"step": step, "rank": rank, "predicted": what}
     other |= {"predicted_s": predicted_s, "measured_s": measured.report.step_s}
-    return sealed_json(json.dumps(_table(trace_events(rows), other), separators=(",", ":")))
+    events = trace_events(rows) + _counters(memory, 0, begin_s, memory.constant_bytes)
+    events += _counters(measured_curve(measured), 1, 0.0, {})
+    for moment_s, _, in_use in measured.memory:
+        events.append(_counter(_IN_USE, 1, moment_s, {"in use": in_use}))
+    return sealed_json(json.dumps(_table(events, other), separators=(",", ":")))
 
 
 def trace_events(rows: Iterable[TimelineRow]) -> list[dict[str, Any]]:
@@ -90,16 +106,16 @@ def _metadata(name: str, tid: int, args: dict[str, Any], pid: int) -> dict[str, 
     return {"ph": "M", "pid": pid, "tid": tid, "name": name, "args": args}
 
 
-def _counters(curve: MemoryCurve, pid: int, begin_s: float) -> list[dict[str, Any]]:
-    # Constant categories are merged into one value, so that changes stand out.
-    constant = sum(curve.constant_bytes.values())
+def _counter(name: str, pid: int, moment_s: float, args: Mapping[str, float]) -> dict[str, Any]:
+    return {"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": moment_s * _US, "args": dict(args)}
+
+
+def _counters(curve: MemoryCurve, pid: int, begin_s: float, held: Mapping[str, int]) -> list[dict[str, Any]]:
     events = []
     for index, moment_s in enumerate(curve.times_s):
         # A counter has one value per moment: the last change counts.
         if index + 1 < len(curve.times_s) and curve.times_s[index + 1] == moment_s:
             continue
         values = {name: parts[index] for name, parts in curve.varying_bytes.items() if any(parts)}
-        args = {"held throughout": constant, **values}
-        ts = (begin_s + moment_s) * _US
-        events.append({"ph": "C", "pid": pid, "tid": 0, "name": "memory (bytes)", "ts": ts, "args": args})
+        events.append(_counter("memory (bytes)", pid, begin_s + moment_s, {**held, **values}))
     return events

@@ -95,7 +95,7 @@ def _outcome(rank: RankOfRun, stop_signal: StopSignal) -> Outcome | Stop:
     # In this order after each step: what is measured, what is known of it, and what follows from that.
     hooks = (
         following_of(rank, cluster, first_step),
-        Profiler(engine, run, cluster, job.folder),
+        Profiler(engine, run, cluster, job.folder, observer.note),
         copies,
         StepFigures(rank),
         gauges,

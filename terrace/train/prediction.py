@@ -18,7 +18,7 @@ from terrace.program.verify_ranks import verify_stages
 from terrace.simulate.beside import forward_beside
 from terrace.simulate.footprint import work_of
 from terrace.simulate.fullest import Job
-from terrace.simulate.held_activations import activation_bytes, activations_by_block
+from terrace.simulate.held_activations import Held, activation_bytes, activations_by_block
 from terrace.simulate.members import predict_member
 from terrace.simulate.step import Prediction, Step, resolved
 from terrace.train.config import RunConfig
@@ -174,6 +174,11 @@ def forget_programs() -> None:
 
 def kept_activations(config: RunConfig, program: Program) -> int:
     """Peak bytes of activations on a rank of a stage."""
+    return activation_bytes(program, held_by_block(config, program))
+
+
+def held_by_block(config: RunConfig, program: Program) -> list[Held]:
+    """Activations of every block of a stage's rank for one micro-batch."""
     work = work_of(
         config.cluster,
         config.plan,
@@ -181,9 +186,7 @@ def kept_activations(config: RunConfig, program: Program) -> int:
         config.train.sequence,
         documents=config.has_documents,
     )
-    return activation_bytes(
-        program, activations_by_block(work, config.plan, program.blocks, config.cluster.device.type)
-    )
+    return activations_by_block(work, config.plan, program.blocks, config.cluster.device.type)
 
 
 def _check_beside(program: Program, of_teacher: int) -> None:

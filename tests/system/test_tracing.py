@@ -16,6 +16,7 @@ from terrace.program.instruction import COLLECTIVES, PASSES, Op
 from terrace.program.recording import COMPUTE, Recording
 from terrace.runtime.tracing import Tracer
 from terrace.simulate.cost import step_costs
+from terrace.simulate.curve import memory_curve
 from terrace.simulate.recording import record
 from terrace.simulate.stages import simulate_stages
 from terrace.simulate.trace import compared_trace_json
@@ -94,19 +95,38 @@ def test_a_traced_step_has_every_instruction_in_its_place(pool: LocalPool, name:
         assert sum(last.report.time_s.values()) == pytest.approx(sum(time_s.values()), rel=0.2, abs=5e-3)
         assert last.report.time_s.keys() == {name for name, seconds in time_s.items() if seconds}
         events = events_of(_compared(last, rank))
-        assert events.keys() == {"M", "X"}
+        assert events.keys() == {"M", "X", "C"}
         names = {event["pid"]: event["args"]["name"] for event in events["M"] if event["name"] == "process_name"}
         assert names[0].startswith("predicted: plan")
         assert names[1] == f"measured: step 3 of rank {rank}"
         lanes = [{event["tid"] for event in events["X"] if event["pid"] == pid} for pid in (0, 1)]
         assert lanes[0] <= lanes[1], "what is predicted on a lane is measured on it"
         assert all(event["dur"] > 0 and event["ts"] >= 0 for event in events["X"])
+        _check_memory(recordings[-1], events["C"])
+
+
+def _check_memory(recording: Recording, counters: list[dict[str, Any]]) -> None:
+    """Measured states are those predicted for the whole step, and never more of what comes and goes."""
+    predicted = {name: size for name, size in recording.program.state_bytes.items() if size}
+    assert len(recording.memory) > 4
+    for sample in recording.memory:
+        held = {name: size for name, size in sample.states_bytes.items() if size}
+        assert held.keys() <= predicted.keys()
+        assert all(size <= predicted[name] for name, size in held.items())
+        assert held["optimizer"] == predicted["optimizer"]
+        assert sample.in_use_bytes > sum(held.values())
+    both = [[event for event in counters if event["pid"] == pid] for pid in (0, 1)]
+    for name in ("params", "grads", "optimizer"):
+        assert both[0][0]["args"][name] == predicted[name]
+    shown = [event["args"]["in use"] for event in both[1] if event["name"].startswith("all memory")]
+    assert shown == [sample.in_use_bytes for sample in recording.memory]
 
 
 def _compared(measured: Recording, rank: int) -> str:
     program = measured.program
     costs = step_costs(program, [1e6] * len(program.blocks))
-    return compared_trace_json(record(program, costs), measured, step=3, rank=rank)
+    predicted = record(program, costs)
+    return compared_trace_json(predicted, measured, step=3, rank=rank, memory=memory_curve(predicted))
 
 
 def _check(recording: Recording) -> None:

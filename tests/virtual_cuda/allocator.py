@@ -12,6 +12,7 @@ From c10/cuda/CUDACachingAllocator.cpp of torch 2.13 (2.11 is the same in these 
 Not modelled: a device whose memory is short, private pools of graphs, and options other than `expandable_segments`.
 """
 
+import pickle
 from bisect import bisect_left, insort
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -97,6 +98,16 @@ class Allocator:
         self._next_address = 0
         self.allocated = self.reserved = self.requested = 0
         self.peaks: dict[str, int] = defaultdict(int)
+        self._history: list[dict[str, object]] | None = None
+
+    def record(self, enabled: str | None = "all", **_: object) -> None:
+        """Begin or end a record of every block."""
+        self._history = None if enabled is None else []
+
+    def write(self, path: str) -> None:
+        """The record in torch's form, without lines of code and segments."""
+        with open(path, "wb") as file:
+            pickle.dump({"segments": [], "device_traces": [self._history or []]}, file)
 
     def allocate(self, num_bytes: int, stream: int) -> Block:
         """The block for a request on a stream."""
@@ -108,6 +119,8 @@ class Allocator:
         pool.take(block)
         pool.split(block, size)
         self.allocated += block.size
+        if self._history is not None:
+            self._history.append({"action": "alloc", "addr": block.address, "size": block.size, "stream": stream})
         self._note()
         return block
 
@@ -115,6 +128,8 @@ class Allocator:
         """Give a block back to its pool."""
         pool = block.pool
         self.allocated -= block.size
+        if self._history is not None:
+            self._history.append({"action": "free_completed", "addr": block.address, "size": block.size})
         if block.before is not None and block.before.is_free:
             before = block.before
             pool.free.remove((before.size, before.address))

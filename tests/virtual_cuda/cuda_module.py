@@ -77,6 +77,8 @@ def patches(machine: Machine) -> Iterator[Patch]:
     }
     for name, value in only_cuda.items():
         yield torch.cuda, name, value
+    yield torch.cuda.memory, "_record_memory_history", machine.allocator.record
+    yield torch.cuda.memory, "_dump_snapshot", machine.allocator.write
     for name, value in (
         ("current_accelerator", lambda check_available=False: torch.device("cuda")),
         ("current_device_index", lambda: machine.index),

@@ -1,6 +1,7 @@
 """Whole commands on virtual devices, at their smallest sizes: no fault, NCCL's messages, and the numbers of the CPU."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,10 @@ SIZES: dict[str, object] = {
 }
 ROLES = [word for key, value in SIZES.items() for word in (f"--{key}", str(value))]
 TRAINED: dict[str, tuple[str, ...]] = {
-    "checkpoints and validation": ("--train.eval_every", "2", "--train.checkpoint_every", "2", "--data.holdout", "0.1"),
+    "checkpoints and validation": (
+        *("--train.eval_every", "2", "--train.checkpoint_every", "2", "--data.holdout", "0.1"),
+        *("--train.profile", "3"),
+    ),
     "LoRA on documents": ("--lora.rank", "2", "--data.documents", "separate"),
     "stages": ("--plan", "ddp", "--plan.mapping.package.pipeline", "2"),
     "compiled": ("--train.compile", "true"),
@@ -74,6 +78,17 @@ def test_a_run_has_the_numbers_of_the_cpu(pool: LocalPool, name: str, tmp_path: 
     assert on_cpu.returncode == 0, on_cpu.stderr
     assert len(numbers(tmp_path / "there")) >= 6
     assert difference(numbers(tmp_path / "there"), numbers(tmp_path / "here")) < 1e-10
+    if "--train.profile" in words:
+        # Every allocation of the traced step is in the device's record; a CPU has none.
+        (history,) = pickle.loads((tmp_path / "there" / "profile" / "memory-rank-0.pickle").read_bytes())[
+            "device_traces"
+        ]
+        assert {each["action"] for each in history} == {"alloc", "free_completed"}
+        assert not (tmp_path / "here" / "profile" / "memory-rank-0.pickle").exists()
+        shown = json.loads((tmp_path / "there" / "profile" / "step-3-rank-0.json").read_text())["traceEvents"]
+        in_use = [each["args"]["in use"] for each in shown if each["ph"] == "C" and "in use" in each["args"]]
+        assert min(in_use) > 0
+        assert max(in_use) - min(in_use) <= sum(each["size"] for each in history if each["action"] == "alloc")
 
 
 @pytest.mark.nightly
