@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from terrace.base.errors import DataError
-from terrace.base.hub import fetch_again
+from terrace.base.hub import data_folder, fetch_again
 from terrace.data.folder import Found, find_in_folder
 from terrace.data.forms import PACKED_SUFFIXES, DataFile, data_file
 from terrace.data.pieces import unreadable
@@ -27,15 +27,16 @@ def find_data(path: str | Path, split: str = "") -> Found:
     """The files of the corpus `path` with their forms. For a folder, also a line on what is read and what is left out.
 
     The string "stdlib" is the special name; a folder of that name is `./stdlib`. `split` chooses a split of a folder:
-    NAME, CONFIGURATION:NAME, or CONFIGURATION: alone; if empty, "train". Raises `DataError` for a path that is missing,
-    unreadable, compressed, empty or without a file of a known form, and for a missing split.
+    NAME, CONFIGURATION:NAME, or CONFIGURATION: alone; if empty, "train". An id of the hub is fetched. Raises
+    `DataError` for a path that is missing, unreadable, compressed, empty or without a file of a known form, and for a
+    missing split.
     """
     if path == STDLIB:
         return Found(tuple(DataFile(file, "text") for file in _find_stdlib()))
     # Path("") would be the working directory.
     if not os.fspath(path):
         raise DataError(f"data '' is no path; give a file of text or of records, a folder or {STDLIB!r}")
-    root = Path(path)
+    root = Path(data_folder(os.fspath(path)))
     status = _status(root)
     if stat.S_ISDIR(status.st_mode):
         return find_in_folder(root, split)
@@ -93,7 +94,7 @@ def _status(path: Path) -> os.stat_result:
         url = re.search(r"\w+:/+\S*", str(path))  # one slash, since Path joins two
         if url is not None:
             raise DataError(
-                f"data {url[0]} is a URL, and Terrace downloads nothing: download it first and give the file"
+                f"data {url[0]} is a URL, which is not read: download it first and give the file; of the hub, ORG/NAME"
             ) from error
         raise DataError(
             f"data {path} does not exist; give a file of text or of records (JSON, csv, Parquet, Arrow), a folder or "

@@ -105,8 +105,8 @@ def section(name: str, value: Any) -> Any:
     if name == "model":
         if not os.path.exists(value):
             raise ConfigError(
-                f"cannot read {value}: No such file or directory; --model takes a folder or a config.json, so download "
-                "a model of the Hub first (hf download NAME --local-dir FOLDER)"
+                f"cannot read {value}: No such file or directory; --model takes a folder, a config.json, or a model of "
+                "the hub as ORG/NAME"
             )
         if Path(value).suffix in (".safetensors", ".bin", ".pt", ".gguf"):
             raise ConfigError(f"{value} is a file of weights: give its folder, which also has the config.json")

@@ -16,7 +16,7 @@ CASES = (
     ("train --config run.toml --data https://example.org/a.txt", "data https:/example.org/a.txt is a URL"),
     (
         "data lengths hf://datasets/a",
-        "hf:/datasets/a is a URL, and Terrace downloads nothing: download it first",
+        "hf:/datasets/a is a URL, which is not read: download it first",
     ),
     (
         "train --config run.toml --data.eval text.txt",

@@ -202,7 +202,7 @@ def test_unknown_names_and_bad_files_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is not valid TOML"):
             resolve(None, {name: str(tmp_path / "bad.toml")}, {})
     assert "cannot read" in refused(ConfigError, model=str(tmp_path))
-    assert "download a model of the Hub first" in refused(ConfigError, model="gpt2")
+    assert "or a model of the hub as ORG/NAME" in refused(ConfigError, model="gpt2")
     assert "cannot read" in refused(ConfigError, config=tmp_path / "absent.toml")
     (tmp_path / "latin.toml").write_bytes(b'prompt = "\xe9"')
     assert "is not UTF-8 text" in refused(ConfigError, config=tmp_path / "latin.toml")
