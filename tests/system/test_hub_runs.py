@@ -11,7 +11,9 @@ from tests.support.hub_mirror import COMMITS, mirror_of
 from tests.support.tiny_runs import losses, one_line, terrace
 
 pytest.importorskip("huggingface_hub", reason="ids are fetched with it")
-SIZES = ("--train.sequence", "16", "--train.batch", "4", "--train.checkpoint_every", "2", "--optimizer.lr", "1e-3")
+SIZES = ("--train.sequence", "16", "--train.batch", "8", "--train.checkpoint_every", "2", "--optimizer.lr", "1e-3")
+
+RANK = ("--cluster", "local", "--ranks", "1")
 
 
 def write_rows(folder: Path, word: str) -> Path:
@@ -32,10 +34,10 @@ def test_a_run_by_ids_goes_on_at_its_commits_without_a_network(tmp_path: Path, m
     with mirror_of({"models/org/tiny-0.1B": [model], "datasets/org/rows": rows[:1]}) as (address, mirror):
         monkeypatch.setenv("HF_ENDPOINT", address)
         words = ("--model", "org/tiny-0.1B", "--data", "org/rows", *SIZES)
-        said = terrace("simulate", *words[:2], "--train.batch", "4", cwd=tmp_path)
+        said = terrace("simulate", *words[:2], "--train.batch", "8", cwd=tmp_path)
         assert said.returncode == 0, said.stderr
         assert not [path for path in mirror.fetched if path.endswith(".safetensors")], "a shape needs no weights"
-        ran = terrace("train", *words, "--train.steps", "2", "--folder", "run", cwd=tmp_path)
+        ran = terrace("train", *words, *RANK, "--train.steps", "2", "--folder", "run", cwd=tmp_path)
         assert ran.returncode == 0, ran.stderr
         assert len(mirror.fetched) == len(set(mirror.fetched)), "nothing is fetched twice"
         assert not [path for path in mirror.fetched if "onnx" in path]
@@ -58,6 +60,7 @@ def test_a_cache_that_was_emptied_is_filled_at_the_same_commit(tmp_path: Path, m
     rows = [write_rows(tmp_path / word, word) for word in ("jumps", "sleeps")]
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with mirror_of({"datasets/org/rows": rows[:1]}) as (address, mirror):
         monkeypatch.setenv("HF_ENDPOINT", address)
         first = terrace("data", "prepare", "--data", "org/rows", *SIZES[:4], cwd=tmp_path)
