@@ -9,7 +9,6 @@ cache, tokens and an offline mode are those of the library's own environment var
 import importlib
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -136,8 +135,7 @@ def _at(table: Any, keys: tuple[str, ...], local: Callable[[str], str]) -> Any:
 def _fetched(name: str, kind: Kind, allowed: tuple[str, ...] | None = None, ignored: tuple[str, ...] = ()) -> str:
     found = _ID.fullmatch(name)
     assert found is not None
-    library = _library(name)
-    print(f"terrace: fetching the {kind} {name} of the hub", file=sys.stderr, flush=True)
+    library = _library(name)  # which shows its progress
     patterns = {"allow_patterns": allowed and list(allowed), "ignore_patterns": list(ignored)}
     return _asked(found[1], kind, library, {"repo_type": kind, "revision": found[2], **patterns})
 

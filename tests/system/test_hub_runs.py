@@ -23,6 +23,7 @@ def write_rows(folder: Path, word: str) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_a_run_by_ids_goes_on_at_its_commits_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_model(tmp_path / "model")
     (model / "onnx").mkdir()
