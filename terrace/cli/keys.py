@@ -218,6 +218,8 @@ def keys_of(section: str) -> list[Key]:
     default_run = getattr(_default_run(), section, None) if section in _OF_TRAIN else None
     found = []
     for field in dataclasses.fields(kind):
+        if not field.metadata.get("key", True):
+            continue
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()

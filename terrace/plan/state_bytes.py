@@ -112,9 +112,12 @@ def moments(update: Update, owned: int, num_elementwise: int) -> tuple[int, ...]
     matrices.
     """
     alone = min(owned, num_elementwise)
-    match parse_update(update).name:
+    rule = parse_update(update)
+    match rule.name:
         case "sgd":
             return ()
+        case "own":
+            return (owned,) * len(rule.states)
         case "lion" | "sgd+momentum":
             return (owned,)
         case "adamw":

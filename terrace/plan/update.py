@@ -2,9 +2,10 @@
 
 adamw | lion | muon | sgd | sgd+momentum     SGD without momentum has no state
 galore:RANK | lsp:RANK:DENSITY               AdamW in a projected space of width RANK (terrace.plan.projected)
+own:CLASS | own:CLASS:STATE...               a user's class, with the names of its states (terrace.runtime.own_rule)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from terrace.base.errors import PlanError, did_you_mean
@@ -14,7 +15,7 @@ Update = str
 Shape = tuple[int, ...]
 Extent = tuple[Shape, int, int]  # (shape of a matrix, its start and stop in the flat buffer)
 MatrixSlice = tuple[tuple[Shape, ...], int]  # (shapes that overlap a rank's slice, its elements behind all matrices)
-GALORE, LSP = "galore", "lsp"
+GALORE, LSP, OWN = "galore", "lsp", "own"
 EVERY = 200  # default of `optimizer.check_every`, in steps, which prices assume; T in GaLore's experiments
 _NUMBERS = {  # rule -> names of its numbers
     "adamw": (),
@@ -30,11 +31,15 @@ _WHOLE = ("muon", GALORE, LSP)
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """An update rule. `rank` is the width of the projected space, `density` the non-zeros in a projector's row."""
+    """An update rule. `rank` is the width of the projected space, `density` the non-zeros in a projector's row.
+
+    `states` names the states of a user's own rule.
+    """
 
     name: str
     rank: int = 0
     density: int = 0
+    states: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def takes_whole(self) -> bool:
@@ -51,6 +56,8 @@ class UpdateRule:
 def parse_update(text: Update) -> UpdateRule:
     """The rule that `plan.update` names. Raises `PlanError` for an unknown rule or invalid numbers."""
     name, *numbers = text.split(":")
+    if name == OWN and numbers:
+        return UpdateRule(name, states=tuple(numbers[1:]))
     if name not in _NUMBERS:
         raise PlanError(f"update = {text!r} names no optimizer{did_you_mean(name, _NUMBERS)}")
     form = ":".join((name, *(number.upper() for number in _NUMBERS[name])))

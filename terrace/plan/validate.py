@@ -25,7 +25,7 @@ from terrace.plan.recompute import WHOLE, Recomputation, meant, operations_named
 from terrace.plan.stack_rules import check_chunks, check_gaps, check_stack_table, check_stacks, refuse_unscaled_losses
 from terrace.plan.state_bytes import moments
 from terrace.plan.table_rules import check_vocabulary, check_vocabulary_tiers
-from terrace.plan.update import parse_update
+from terrace.plan.update import OWN, parse_update
 from terrace.plan.whole_rules import check_whole_matrices
 from terrace.plan.wire import FORMATS, by_boundary
 from terrace.plan.wire_rules import check_wire
@@ -227,6 +227,8 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
         raise PlanError(
             f"compute = {plan.compute!r} is wider than master = {plan.master!r}: use master = {plan.compute!r}"
         )
+    if parse_update(plan.update).name == OWN:
+        _check_own(plan)
     if plan.optimizer_states is not None and not moments(plan.update, 1, 1):
         raise PlanError(
             f"optimizer_states = {plan.optimizer_states!r} has no effect: optimizer {plan.update!r} keeps no state "
@@ -235,6 +237,24 @@ def _check_numbers(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) ->
     check_recompute(Mesh.of(cluster, plan), plan, blocks)
     leaving(plan.keep, blocks)  # raises for names of no block
     check_products(cluster.device, Mesh.of(cluster, plan), plan, blocks)
+
+
+def _check_own(plan: Plan) -> None:
+    if plan.optimizer_states is not None:
+        raise PlanError(
+            f"optimizer_states = {plan.optimizer_states!r} rounds the states of {plan.update!r}, some of which may be "
+            "numbers of a whole parameter: leave it out"
+        )
+    if plan.keep.optimizer_below:
+        raise PlanError(
+            f"keep.optimizer = {plan.keep.optimizer!r} with optimizer {plan.update!r} is not built: use 'adamw', or "
+            "leave keep.optimizer out"
+        )
+    if plan.vocabulary:
+        raise PlanError(
+            f"vocabulary with optimizer {plan.update!r}: rows that a step leaves out would have no first state; use "
+            "'adamw', or leave vocabulary out"
+        )
 
 
 def check_fp16(plan: Plan, blocks: Sequence[BlockSpec]) -> None:

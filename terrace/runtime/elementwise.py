@@ -1,4 +1,4 @@
-"""Base of AdamW, Lion and SGD: reads, updates and writes the states of a slice chunk by chunk.
+"""Base of AdamW, Lion, SGD and users' rules: reads, updates and writes the states of a slice chunk by chunk.
 
 Checkpoints see the state of any optimizer as `StatePart`s.
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from terrace.plan.keep import STATES
 from terrace.runtime.settings import OptimizerConfig
-from terrace.runtime.states import KINDS, UNSIGNED, kinds_of
+from terrace.runtime.states import UNSIGNED, kinds_of
 from terrace.runtime.stored import RowWise, State, Storage, chunks
 
 
@@ -42,7 +42,7 @@ class StatePart:
 
 
 def whole_part(group: str, *states: Tensor) -> StatePart:
-    """A part with all elements, given the group's states in the order of `KINDS`."""
+    """A part with all elements, given the group's states in the order of `kinds_of`."""
     values = dict(zip(kinds_of(group), states, strict=True))
     return StatePart(group=group, elements=slice(0, states[0].numel()), values=values)
 
@@ -71,7 +71,10 @@ class Elementwise:
         self._numel = numel
         self.states: tuple[State, ...] = (
             storage.parameters(master, start),
-            *(storage.zeros(kind, numel, start, device, signed=kind not in UNSIGNED) for kind in KINDS[self.group][1:]),
+            *(
+                storage.zeros(kind, numel, start, device, signed=kind not in UNSIGNED)
+                for kind in kinds_of(self.group)[1:]
+            ),
         )
 
     @property
@@ -81,7 +84,7 @@ class Elementwise:
 
     @property
     def group(self) -> str:
-        """Name of its group of states (`KINDS`)."""
+        """Name of its group of states (`terrace.runtime.states`)."""
         return self._config.update
 
     @property

@@ -27,6 +27,7 @@ from terrace.runtime.kept.below import NOTHING_BELOW, Below
 from terrace.runtime.loss_scale import LossScale
 from terrace.runtime.noise import Noise
 from terrace.runtime.outer_numbers import OuterNumbers
+from terrace.runtime.own_rule import check_own
 from terrace.runtime.pages import Pages
 from terrace.runtime.pruned_blocks import PrunedBlocks
 from terrace.runtime.scaled_linear import scale_matrices
@@ -164,7 +165,11 @@ class ModelState:
 
 
 def check_settings(plan: Plan, settings: OptimizerConfig) -> None:
-    """Raise `PlanError` if plan and settings name different optimizers, or updates in the backward would be clipped."""
+    """Raise `PlanError` if plan and settings name different optimizers, or updates in the backward would be clipped.
+
+    Raise `ConfigError` for a user's optimizer that cannot be sharded.
+    """
+    check_own(settings)
     check_clip(plan, settings.clip)
     if plan.update != settings.update:
         raise PlanError(

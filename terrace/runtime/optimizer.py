@@ -6,12 +6,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from terrace.plan.update import parse_update
+from terrace.plan.update import OWN, parse_update
 from terrace.runtime.adamw import ShardedAdamW
 from terrace.runtime.elementwise import Gradient, StatePart
 from terrace.runtime.flat_slices import Matrix
 from terrace.runtime.lion import ShardedLion
 from terrace.runtime.muon import ShardedMuon
+from terrace.runtime.own_rule import ShardedOwn
 from terrace.runtime.projected import ShardedProjected
 from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.sgd import ShardedSGD
@@ -83,6 +84,8 @@ def make_optimizer(
         return ShardedLion(master, gradient, num_decayed, config, start=start, storage=storage)
     if config.name == "sgd":
         return ShardedSGD(master, gradient, num_decayed, config, start=start, storage=storage)
+    if parse_update(config.update).name == OWN:
+        return ShardedOwn(master, gradient, num_decayed, config, start=start, storage=storage)
     if not matrices:
         return ShardedAdamW(master, gradient, num_decayed, config, start=start, storage=storage)
     assert isinstance(gradient, Tensor), "the host's cores update no whole matrices"

@@ -1,12 +1,14 @@
 """Runtime settings that users write. No torch here: they are checked before it is imported."""
 
-from dataclasses import dataclass, fields
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Literal, get_args
 
-from terrace.base.errors import ConfigError
-from terrace.plan.update import EVERY, GALORE, LSP, Update, UpdateRule, wrong_numbers
+from terrace.base.errors import ConfigError, did_you_mean
+from terrace.plan.update import EVERY, GALORE, LSP, OWN, Update, UpdateRule, wrong_numbers
 
 LARGEST = 1e6  # limit of a rate or a coefficient; a guess
+Name = Literal["adamw", "lion", "muon", "galore", "lsp", "sgd"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,13 +16,14 @@ class OptimizerConfig:
     """The optimizer and its hyper-parameters.
 
     `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675), muon (Jordan
-    2024; Liu et al., arXiv 2502.16982), galore (Zhao et al., arXiv 2403.03507), lsp (Chen et al., arXiv 2406.10181) or
-    sgd. Muon, GaLore and LSP update the matrices of layers and leave the rest to AdamW, whose rate is `adamw_lr`, by
-    default `lr`, the peak learning rate. `clip` bounds the global gradient norm; 0 turns clipping off. Raises
-    `ConfigError` for values out of range, and for options without effect.
+    2024; Liu et al., arXiv 2502.16982), galore (Zhao et al., arXiv 2403.03507), lsp (Chen et al., arXiv 2406.10181),
+    sgd, or `module:Class` of the user (terrace.runtime.own_rule). Muon, GaLore and LSP update the matrices of layers
+    and leave the rest to AdamW, whose rate is `adamw_lr`, by default `lr`, the peak learning rate. `clip` bounds the
+    global gradient norm; 0 turns clipping off. Raises `ConfigError` for values out of range, and for options without
+    effect.
     """
 
-    name: Literal["adamw", "lion", "muon", "galore", "lsp", "sgd"] = "adamw"  # the rule of an update
+    name: Name | str = "adamw"  # the rule of an update, or module:Class of a torch.optim.Optimizer
     lr: float = 3e-3  # peak learning rate
     beta1: float = 0.9  # of AdamW and Lion: decay of the mean of gradients
     beta2: float = 0.95  # of AdamW and Lion: decay of the second mean
@@ -37,8 +40,19 @@ class OptimizerConfig:
     check_every: int = EVERY  # of galore and lsp: steps between checks, in which projectors may change
     alpha: float = 0.5  # of lsp: relative bias above which projectors are learned anew
     scale: float | None = None  # factor of an update of galore, 0.25 by default, and of lsp, 1 by default
+    arguments: Mapping[str, Any] = field(  # of module:Class, but for lr
+        default_factory=dict, hash=False, metadata={"absent": {}}
+    )
+    states: tuple[str, ...] = field(default=(), metadata={"absent": ()})  # of module:Class: names of its states
+    given: tuple[type[Any], ...] = field(default=(), metadata={"key": False})  # the class, where a script has given it
 
     def __post_init__(self) -> None:
+        if not self.is_own and self.name not in get_args(Name):
+            raise ConfigError(
+                f"optimizer.name = {self.name!r} is not one of its values{did_you_mean(self.name, get_args(Name))}"
+            )
+        if "lr" in self.arguments:
+            raise ConfigError("optimizer.arguments has an lr: write optimizer.lr, which the schedule follows")
         if not self.eps > 0:
             raise ConfigError(f"optimizer.eps = {self.eps} must be positive: it divides where a gradient is zero")
         for name in ("lr", "eps", "weight_decay", "clip", "adamw_lr", "scale"):
@@ -61,10 +75,12 @@ class OptimizerConfig:
             raise ConfigError(f"optimizer.adamw_lr = {self.adamw_lr}: the schedule is of optimizer.lr, which is 0")
         # An option without effect is refused rather than ignored.
         for item in fields(self):
-            if item.name in _WITHOUT_EFFECT[self.name] and getattr(self, item.name) != item.default:
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            without_effect = _WITHOUT_EFFECT.get(self.name, _OF_OURS)
+            if item.name in without_effect and getattr(self, item.name) != default:
                 raise ConfigError(
                     f"optimizer.{item.name} = {getattr(self, item.name)} has no effect under optimizer.name = "
-                    f"{self.name!r}: leave it out"
+                    f"{self.name!r}: leave it out" + ", or write it into optimizer.arguments" * self.is_own
                 )
 
     def _check_projection(self) -> None:
@@ -81,11 +97,18 @@ class OptimizerConfig:
             raise ConfigError("optimizer.scale = 0 would leave every matrix as it is: use a positive number")
 
     @property
+    def is_own(self) -> bool:
+        """Whether it names a class of the user."""
+        return ":" in self.name
+
+    @property
     def update(self) -> Update:
         """The update rule as `plan.update` names it; it determines which states a parameter has."""
         numbers = {GALORE: (self.rank,), LSP: (self.rank, self.density)}.get(self.name, ())
         if numbers:
             return ":".join(map(str, (self.name, *numbers)))
+        if self.is_own:
+            return ":".join((OWN, self.name.replace(":", "."), *sorted(self.states)))
         return "sgd+momentum" if self.name == "sgd" and self.momentum else self.name
 
     @property
@@ -106,14 +129,16 @@ class OptimizerConfig:
         return 1.0 if self.adamw_lr is None else self.adamw_lr / self.lr
 
 
+_OF_OWN = ("arguments", "states", "given")
 _OF_LSP = ("density", "alpha")
 _OF_PROJECTED = ("rank", "check_every", "scale", *_OF_LSP)
 _OF_WHOLE = ("newton_schulz_steps", "adamw_lr", *_OF_PROJECTED)
+_OF_OURS = ("momentum", *_OF_WHOLE, "beta1", "beta2", "eps", "weight_decay")
 _WITHOUT_EFFECT = {
-    "adamw": ("momentum", *_OF_WHOLE),
-    "lion": ("momentum", *_OF_WHOLE, "eps"),
-    "muon": _OF_PROJECTED,
-    "galore": ("momentum", "newton_schulz_steps", *_OF_LSP),
-    "lsp": ("momentum", "newton_schulz_steps"),
-    "sgd": (*_OF_WHOLE, "beta1", "beta2", "eps"),
+    "adamw": ("momentum", *_OF_WHOLE, *_OF_OWN),
+    "lion": ("momentum", *_OF_WHOLE, "eps", *_OF_OWN),
+    "muon": (*_OF_PROJECTED, *_OF_OWN),
+    "galore": ("momentum", "newton_schulz_steps", *_OF_LSP, *_OF_OWN),
+    "lsp": ("momentum", "newton_schulz_steps", *_OF_OWN),
+    "sgd": (*_OF_WHOLE, "beta1", "beta2", "eps", *_OF_OWN),
 }

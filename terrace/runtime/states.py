@@ -8,7 +8,7 @@ says in `group_of` which parameters belong to them, and returns its tensors as `
 
 from terrace.model.base_formats import BASE_FORMATS
 from terrace.model.params import ParamSpec
-from terrace.plan.update import GALORE, LSP, parse_update
+from terrace.plan.update import GALORE, LSP, OWN, parse_update
 from terrace.runtime.settings import OptimizerConfig
 
 ADAMW, LION, MUON, FROZEN = "adamw", "lion", "muon", "frozen"
@@ -35,8 +35,9 @@ OUTER_MOMENTUM, OUTER_START, OUTER_MESSAGE = "outer_momentum", "outer_start", "o
 
 
 def kinds_of(group: str) -> tuple[str, ...]:
-    """The kinds of state of a group. Names of groups of projected matrices end in numbers (terrace.plan.update)."""
-    return KINDS[group.partition(":")[0]]
+    """The kinds of state of a group. Some names of groups end in numbers or kinds (terrace.plan.update)."""
+    name = group.partition(":")[0]
+    return ("master", *parse_update(group).states) if name == OWN else KINDS[name]
 
 
 def constants_name(parameter: str) -> str:

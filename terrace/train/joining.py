@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from terrace.plan.plan import EXPERT_CHUNKS, Plan
 from terrace.plan.presets import parse_plan
 from terrace.plan.validate import validate
 from terrace.runtime.islands import Island
+from terrace.runtime.own_rule import own_config
 from terrace.runtime.settings import OptimizerConfig
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Step, with_chunks
@@ -41,6 +43,9 @@ from terrace.train.patience import APART, Patience
 FITTED = "local"  # the preset for this machine, with any number of ranks
 _JOIN_TIMEOUT_S = 600.0
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+# What a script may give as the optimizer: settings, keys, a name, or a torch.optim.Optimizer's class with arguments.
+AnyOptimizer = OptimizerConfig | Mapping[str, Any] | str | type[torch.optim.Optimizer] | partial[torch.optim.Optimizer]
 
 
 @dataclass
@@ -168,17 +173,14 @@ def read_plan(
     return replace(found, compute=compute, master=master)  # type: ignore[arg-type]
 
 
-def read_optimizer(optimizer: OptimizerConfig | Mapping[str, Any] | str | None, lr: float) -> OptimizerConfig:
-    """Resolves `optimizer`, a value, a table or a name, with learning rate `lr`. Raises `ConfigError`."""
+def read_optimizer(optimizer: AnyOptimizer | None, lr: float) -> OptimizerConfig:
+    """Resolves `optimizer`, a value, a table, a name or a class, with learning rate `lr`. Raises `ConfigError`."""
     if isinstance(optimizer, str):
         optimizer = {"name": optimizer}
     if isinstance(optimizer, OptimizerConfig):
         return replace(optimizer, lr=lr)
     if optimizer is not None and not isinstance(optimizer, Mapping):
-        raise ConfigError(
-            f"optimizer must be a name, such as 'muon', or a table of keys, not {type(optimizer).__qualname__}: the "
-            "states of an optimizer are placed by the plan"
-        )
+        return own_config(optimizer, lr)
     if optimizer is not None and "lr" in optimizer:
         raise ConfigError("optimizer has an lr: give it to Trainer as lr alone")
     return load(OptimizerConfig, {**(optimizer or {}), "lr": lr}, "optimizer")

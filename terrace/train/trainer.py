@@ -31,13 +31,13 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe, with_dims
 from terrace.runtime.engine import Engine
 from terrace.runtime.objective import ignored_label
-from terrace.runtime.settings import OptimizerConfig
 from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from terrace.runtime.step_sums import StepResult
 from terrace.train.cut import Cutter
 from terrace.train.evaluated import Evaluated, evaluated
 from terrace.train.first_step import CheckedLoss, FirstStep, Loss, predict
 from terrace.train.joining import (
+    AnyOptimizer,
     find_world,
     read_balance,
     read_cluster,
@@ -61,8 +61,8 @@ class Trainer:
       divides by the number of labels, without those equal to -100, or to the `ignore_index` of a loss module or of
       `functools.partial(torch.nn.functional.cross_entropy, ...)`. With `check_loss`, the first loss is compared with
       the losses of its two halves.
-    - `optimizer`: keys as in the section `[optimizer]` of a run, or a name ("muon"); by default AdamW with weight decay
-      0.1 on matrices and the gradient norm clipped at 1.
+    - `optimizer`: keys as in the section `[optimizer]` of a run, or a name ("muon"), or a class of yours
+      (docs/optimizers.md); by default AdamW with weight decay 0.1 on matrices and the gradient norm clipped at 1.
     - `num_micros`: number of micro-batches into which a rank cuts its part of a batch; `plan.shares` replace it.
     - `local_batches`: `step` receives this rank's part of the batch, equal on ranks that share a data rank; otherwise
       the whole batch, equal on every rank.
@@ -89,7 +89,7 @@ class Trainer:
         cluster: Cluster | Mapping[str, Any] | str = "local",
         loss: Loss,
         lr: float,
-        optimizer: OptimizerConfig | Mapping[str, Any] | str | None = None,
+        optimizer: AnyOptimizer | None = None,
         num_micros: int = 1,
         local_batches: bool = False,
         activation: tuple[int, int] | None = None,

@@ -67,6 +67,17 @@ def sgd_step(p: Tensor, g: Tensor, state: dict[str, Any], config: OptimizerConfi
     state["torch"].step()
 
 
+def own_step(p: Tensor, g: Tensor, state: dict[str, Any], config: OptimizerConfig, step: int) -> None:
+    """A class of torch on one parameter."""
+    if "torch" not in state:
+        decay = {"weight_decay": config.arguments.get("weight_decay", 0.0) if p.dim() >= 2 else 0.0}
+        kind = getattr(torch.optim, config.name.partition(":")[2])
+        state["torch"] = kind([p], lr=config.lr, **{**config.arguments, **decay})
+    (group,) = state["torch"].param_groups
+    group["params"][0].grad = g
+    state["torch"].step()
+
+
 def adamw_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: OptimizerConfig, step: int) -> None:
     m, v = (state.setdefault(name, torch.zeros_like(p)) for name in ("m", "v"))
     m.copy_(config.beta1 * m + (1 - config.beta1) * g)
@@ -90,7 +101,8 @@ def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
         for name, parameter in block.named_parameters():
             is_stack = bool(model.declared) and (model.declared[index].name, name) in stacks
             inner = 0 < index < len(blocks) - 1 and parameter.dim() - is_stack == 2
-            rule = {"lion": lion_step, "sgd": sgd_step}.get(optimizer.name, of_matrices if inner else adamw_step)
+            of_all = own_step if optimizer.is_own else of_matrices if inner else adamw_step
+            rule = {"lion": lion_step, "sgd": sgd_step}.get(optimizer.name, of_all)
             names.setdefault(parameter, f"block.{index}.{name}")
             rules.setdefault(parameter, partial(each_part, rule) if is_stack else rule)
     trained = [parameter for parameter in rules if parameter.requires_grad]

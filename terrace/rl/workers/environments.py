@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from terrace.base.errors import ConfigError
+from terrace.base.user_modules import load_object
 from terrace.comm.exchange import gather_plain
 from terrace.comm.process_group import OrderedGroup, rank_device
 from terrace.data.chat_prompt import chat_prompts
@@ -30,7 +31,6 @@ from terrace.rl.values.ragged import Ragged, offsets_of
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.dialects import Chat, Dialect, PlainText
 from terrace.rl.workers.playing import Loop, Played, Player
-from terrace.rl.workers.user_modules import load_object
 
 PLAYED = ("turns", "earned", "calls", "calls_read", "environment_s", "stalled_s")  # columns, fp64 (R)
 

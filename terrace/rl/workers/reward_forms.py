@@ -17,7 +17,7 @@ from typing import Any
 
 from terrace.base.errors import ConfigError, TrainingError
 from terrace.rl.values.prompts import Sample
-from terrace.rl.workers.user_modules import shown_prompt
+from terrace.rl.workers.shown_values import shown_prompt
 
 Call = Callable[[Sequence[Sample], Sequence[Sequence[int]]], Iterable[Any]]  # (samples, tokens of responses) -> numbers
 _TRL, _VERL = "completions", "solution_str"  # the parameter that identifies the signature

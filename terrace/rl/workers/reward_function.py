@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from terrace.base.errors import TrainingError
+from terrace.base.user_modules import load_object, shown_error
 from terrace.base.words import counted
 from terrace.data.tokenizer import Tokenizer
 from terrace.launch.world import World
@@ -29,7 +30,7 @@ from terrace.rl.calls.call import call
 from terrace.rl.values.prompts import Sample
 from terrace.rl.values.rows import Rows
 from terrace.rl.workers.reward_forms import call_of, shown
-from terrace.rl.workers.user_modules import load_object, shown_error, shown_value
+from terrace.rl.workers.shown_values import shown_value
 
 Function = Callable[..., Iterable[float]]
 _OBJECTS = ("prompt_texts", "finish", "data")  # columns

@@ -1,6 +1,5 @@
 """What users write in Python modules: found by `module:name`, and its errors in one line."""
 
-import reprlib
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -8,12 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import Tensor
-
 from terrace.base.errors import ConfigError, did_you_mean
-
-_SHOWN = 60  # characters of a prompt in an error message
 
 
 def load_object(name: str, folder: str, kind: str, form: str, example: str) -> Callable[..., Any]:
@@ -60,26 +54,11 @@ def _check_name(name: str, kind: str, module_name: str, folder: str) -> None:
         installed = find_spec(first)
     except ValueError:  # a module without a spec, created by hand
         return
-    if installed is not None:
+    if installed is not None and installed.origin != str(own.resolve()):
         raise ConfigError(
             f"the {kind} {name!r}: {own} has the name of an installed module ({installed.origin}), which would be "
             "imported in its place: rename the file"
         )
-
-
-def shown_prompt(text: str) -> str:
-    """A prompt, shortened for an error message."""
-    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
-
-
-def shown_value(value: Any) -> str:
-    """A short, one-line repr for an error message, even if the value's own __repr__ raises."""
-    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
-        return f"an array of shape {tuple(value.shape)}"
-    try:
-        return " ".join(reprlib.repr(value).split())
-    except (Exception, SystemExit):  # its own __repr__ raises
-        return f"a {type(value).__name__}"
 
 
 def shown_error(error: BaseException) -> str:
