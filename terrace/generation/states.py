@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from terrace.model.operations import Delta
-from terrace.plan.dims import rank_numel
+from terrace.plan.dims import state_shapes
 
 _LEAST = 8  # slots of the first allocation; later ones double them
 
@@ -56,7 +56,7 @@ class StatePool:
     """Slots of all linear layers, `deltas`, on one of `rows` tensor ranks, in at least fp32 but for the tails."""
 
     def __init__(self, deltas: Sequence[Delta], rows: int, device: torch.device, dtype: torch.dtype) -> None:
-        self._shapes = [_shapes(each, rows) for each in deltas]
+        self._shapes = [state_shapes(each, rows) for each in deltas]
         self._device, self._dtypes = device, (dtype, torch.promote_types(dtype, torch.float32))
         self.memory = [self._empty(0, each) for each in self._shapes]
         self.spans: list[tuple[slice, Tensor, Tensor]] = []
@@ -101,9 +101,3 @@ class StatePool:
             torch.zeros(num_slots, *shape, device=self._device, dtype=dtype)
             for shape, dtype in zip(shapes, self._dtypes, strict=True)
         ]
-
-
-def _shapes(delta: Delta, rows: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of tails and states of a layer, for the heads of one tensor rank."""
-    features = sum(rank_numel(each.features, {"rows": rows}) for each in delta.reads[:3])
-    return (delta.taps - 1, features), (delta.heads // rows, delta.key_dim, delta.value_dim)

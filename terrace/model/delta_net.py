@@ -22,6 +22,7 @@ from terrace.model.attention import document_begins
 from terrace.model.cache import LayerCache, StateCache
 from terrace.model.config import ModelConfig
 from terrace.model.delta_rule import States, gated_delta_rule, prepared, scanned, short_convolution
+from terrace.model.kinds import MOST_TAPS
 from terrace.model.layers import RMSNorm
 
 
@@ -178,4 +179,4 @@ def _ages(begins: Tensor) -> Tensor:
     """Tokens of the same document before each token, (R, L); many where it began before the run."""
     places = torch.arange(begins.shape[1], device=begins.device)
     first = torch.where(begins, places, -begins.shape[1]).cummax(1).values
-    return torch.where(first < 0, begins.shape[1], places - first).clamp_(max=127).to(torch.int8)  # taps are few
+    return torch.where(first < 0, begins.shape[1], places - first).clamp_(max=MOST_TAPS - 1).to(torch.int8)

@@ -10,13 +10,14 @@ from terrace.model.rope_scaling import RopeScaling
 from terrace.model.sizes import LARGEST_SIZE
 from terrace.model.windows import widest_window
 
+MOST_TAPS = 128  # tokens of a short convolution; the place of a token in its document is then told by a byte
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """Window and RoPE of one layer, if layers differ in them; fields as in `ModelConfig`."""
 
     is_linear: bool = False
-
     sliding_window: int = 0
     rope_theta: float = 0.0  # 0: no RoPE
     rope_scaling: RopeScaling | None = None
@@ -41,6 +42,8 @@ class DeltaSizes:
         for field, size in asdict(self).items():
             if not 1 <= size <= LARGEST_SIZE:
                 raise ModelError(f"{names[field]} = {size} must be at least 1 and at most {LARGEST_SIZE}")
+        if self.taps > MOST_TAPS:
+            raise ModelError(f"{names['taps']} = {self.taps} must be at most {MOST_TAPS}")
         if self.value_heads % self.key_heads:
             raise ModelError(
                 f"{names['value_heads']} = {self.value_heads} is not a multiple of {names['key_heads']} = "

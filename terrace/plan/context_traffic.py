@@ -33,8 +33,8 @@ Zhao, 2405.07719, table 2, which omits the factors (N-1)/N):
 A linear layer (terrace.runtime.context.states) has a scan over the tiers in place of the ring. On tier t, with r_t ring
 ranks or units, every rank sends to r_t - 1 others, forward and backward, for its two chunks of each of b rows
 
-    halo       2 b (P - 1) F                 in the compute dtype: the last inputs of convolutions with P taps, F
-    features state      2 b N K (K + V)               in fp32 at least: the maps of N heads
+    halo       2 b (P - 1) F        in the compute dtype: the last inputs of convolutions of F features with P taps
+    state      2 b N K (K + V)      in fp32 at least: the maps of N heads
 
 whatever the length of a row.
 
@@ -48,7 +48,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import NamedTuple
 
-from terrace.model.operations import Delta, Dim
+from terrace.model.operations import Delta
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import (
     CHUNKS_PER_RING_RANK,
@@ -58,7 +58,7 @@ from terrace.plan.context import (
     is_context_parallel,
     local_tokens,
 )
-from terrace.plan.dims import rank_numel
+from terrace.plan.dims import state_shapes
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.mesh import Mesh, no_sequence
 from terrace.plan.plan import Plan
@@ -205,16 +205,15 @@ class ContextTraffic:
 def scan_bytes(delta: Delta, ring: tuple[int, ...], rows: int, micro_batch: int, compute: str) -> AttentionBytes:
     """Message bytes of a linear layer on one of `rows` tensor rows, with `ring` degrees by tier."""
     item, runs = FORMATS[compute].element_bytes, CHUNKS_PER_RING_RANK * micro_batch
-    features = sum(rank_numel(each.features, {"rows": rows}) for each in delta.reads[:3])
-    maps = rank_numel(Dim("heads", delta.heads), {"rows": rows}) * delta.key_dim * (delta.key_dim + delta.value_dim)
+    tails, (heads, key_dim, value_dim) = state_shapes(delta, rows)
     return AttentionBytes(
         ulysses=(),
         ring=ring,
         inputs=0,
         outputs=0,
         keys=0,
-        halo=runs * (delta.taps - 1) * features * item,
-        state=runs * maps * max(4, item),
+        halo=runs * prod(tails) * item,
+        state=runs * heads * key_dim * (key_dim + value_dim) * max(4, item),
     )
 
 

@@ -8,7 +8,7 @@ from terrace.base.errors import PlanError
 from terrace.model.params import ParamSpec
 
 if TYPE_CHECKING:
-    from terrace.model.operations import Dim
+    from terrace.model.operations import Delta, Dim
     from terrace.model.spec import BlockSpec
 
 STACK_DIMS = ("experts", "expert_intermediate")  # the experts of a stack, and the inner dim of one expert
@@ -34,6 +34,15 @@ def rank_numel(dim: "Dim", degrees: Mapping[str, int]) -> int:
     With more rows than key-value heads, these are the features of one head.
     """
     return -(-dim.units // cut_degree(dim.counts, degrees)) * dim.size
+
+
+def state_shapes(delta: "Delta", rows: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What generation keeps of a linear layer for a sequence, on one of `rows` tensor ranks.
+
+    The last inputs (taps - 1, features) of its convolutions, and states (heads, key_dim, value_dim).
+    """
+    features = sum(rank_numel(each.features, {"rows": rows}) for each in delta.reads[:3])
+    return (delta.taps - 1, features), (delta.heads // rows, delta.key_dim, delta.value_dim)
 
 
 def cut_sizes(blocks: Sequence["BlockSpec"], axis: str) -> list[int]:

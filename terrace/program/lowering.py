@@ -30,6 +30,7 @@ from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.context import is_context_parallel
+from terrace.plan.context_rules import check_linear
 from terrace.plan.counts import num_choices
 from terrace.plan.edges import edge_of
 from terrace.plan.flats import FlatParamSpec, orthogonalised
@@ -98,6 +99,7 @@ def sharded(
     for axis, is_cut in (("context", is_context_parallel(mesh, plan)), ("tensor", mesh.total("tensor") > 1)):
         if is_cut and sequence < 1:
             raise no_sequence(axis)
+    check_linear(blocks, sequence, mesh.total("ring"), mesh.total("ulysses"))
     sliced = slice_blocks(blocks, mesh)
     model = ShardedModel(cluster=cluster, plan=plan, layout=layout, blocks=sliced, sequence=sequence)
     if model.leaving and sequence < 1:

@@ -312,6 +312,8 @@ def _codes(cluster: Cluster, plan: Plan, mesh: Mesh, work: Work) -> float:
     tiers = (cluster.tiers[tier].name for tier in mesh.tiers("ring"))
     wires = [plan.wire_format(MessageClass.CONTEXT, tier) for tier in tiers]
     numel = work.attended_kv_heads * work.layer.core.head_dim
+    if not numel:  # maps of linear layers travel uncoded
+        return 0.0
     return max((wire.message_bytes(numel) / own.message_bytes(numel) for wire in wires if wire != own), default=0.0)
 
 

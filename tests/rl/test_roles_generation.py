@@ -8,6 +8,7 @@ import torch
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Kernels
 from terrace.generation.cache_shape import cache_shape
+from terrace.generation.states import StatePool
 from terrace.model.blocks import block_specs
 from terrace.model.config import parse_model
 from terrace.model.kinds import LayerKind
@@ -33,6 +34,23 @@ def test_bytes_of_a_token_are_those_that_generation_allocates(family: str, rows:
     model = parse_model(TABLES[family])
     replica = Replica.of(NODE, model, rows, "bf16")
     assert replica.token_bytes == cache_shape(block_specs(model), rows).num_bytes(1, torch.bfloat16)
+
+
+def test_bytes_of_states_are_those_that_generation_allocates() -> None:
+    """Of a sequence of any length; rows divide the heads of keys in layers of both kinds."""
+    model = parse_model(TABLES["qwen3_next"])
+    deltas = [block.operations.delta for block in block_specs(model) if block.operations.delta.heads]
+    for rows in (1, 2):
+        replica = Replica.of(NODE, model, rows, "bf16")
+        pool = StatePool(deltas, rows, torch.device("cpu"), torch.bfloat16)
+        pool.copy(0, 15)
+        assert replica.state_bytes * 16 == pool.nbytes
+        # Room for two sequences' keys and values beside their states, which one more state exceeds.
+        two = replica.generation(FLOW, 2)
+        assert two.cache_bytes >= 2 * replica.state_bytes
+        assert replica.running(FLOW, two.working_bytes) == 2
+        assert replica.running(FLOW, two.working_bytes - replica.state_bytes) == 1
+    assert rows_of(NODE, replace(model, num_kv_heads=2, delta=replace(model.delta, key_heads=1))) == [1]
 
 
 def test_a_latent_is_cached_once_for_all_heads() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from terrace.base.errors import ModelError, PlanError
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.plan.context_rules import why_no_scan, why_whole
@@ -12,6 +13,8 @@ from terrace.plan.in_block_messages import ContextMessage
 from terrace.plan.mesh import Mesh
 from terrace.program.block_program.attention import steps_of
 from terrace.program.block_program.steps import messages_of
+from terrace.program.lowering import build
+from terrace.simulate.footprint import work_of
 from tests.simulate import test_activations
 from tests.support.activations import MODELS
 from tests.support.nightly import nightly
@@ -68,3 +71,28 @@ def test_linear_layers_refuse_what_passes_no_state() -> None:
     assert "at least 3 tokens" in why_no_scan(blocks, 16, 4, 1)
     assert not why_no_scan(blocks, 64, 4, 1)
     assert "deals documents" in why_whole(blocks, balance="cost")
+
+
+def test_a_row_that_a_ring_does_not_cut_evenly_is_refused_before_a_step_is_made() -> None:
+    cluster = cluster_of(2, 2)
+    plan = exact("zero3", cluster, mapping={tier: {"context": {"ring": 2}} for tier in ("package", "node")})
+    table = _SIZES | {"model_type": "qwen3_5_text", "num_hidden_layers": 2, "full_attention_interval": 2}
+    blocks = block_specs(parse_model(table | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}))
+    with pytest.raises(PlanError, match=r"sequence = 60: .* use a multiple of 8"):
+        build(cluster, plan, blocks, 1, 60)
+    build(cluster, plan, blocks, 1, 64)
+
+
+def test_formats_of_messages_change_nothing_of_a_linear_layer() -> None:
+    cluster = cluster_of(2)
+    plan = exact("zero3", cluster, mapping={"package": {"context": {"ring": 2}}})
+    coded = replace(plan, wire={"context": {"package": "int8"}})
+    (layer,) = block_specs(_LINEAR)[1:-1]
+    plain, other = (work_of(cluster, each, layer.operations, 64, "cpu") for each in (plan, coded))
+    assert plain == other
+
+
+def test_sizes_that_no_layer_has() -> None:
+    table = _SIZES | {"model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    with pytest.raises(ModelError, match="linear_conv_kernel_dim = 129 must be at most 128"):
+        parse_model(table | {"linear_conv_kernel_dim": 129, "layer_types": ["linear_attention"]})

@@ -55,6 +55,11 @@ _NEXT |= {"shared_expert_intermediate_size": 17, "linear_num_key_heads": 2, "lin
 _NEXT |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5}
 _NEXT_DENSE = {key: value for key, value in _NEXT.items() if "expert" not in key and "moe" not in key}
 _NEXT_DENSE |= {"model_type": "qwen3_5_text"}
+# Keys of the released files that change nothing for text.
+_NEXT_RELEASED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_only_layers": []}
+_NEXT_RELEASED |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+_MROPE = {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "rope_type": "default", "rope_theta": 10000.0}
+_NEXT_RELEASED |= {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.25}}
 TABLES: dict[str, dict[str, Any]] = {
     "gpt_oss, 20b": _OSS,
     "gpt_oss, 120b": _OSS | {"num_hidden_layers": 3, "num_local_experts": 16, "num_key_value_heads": 2},
@@ -153,6 +158,7 @@ TABLES: dict[str, dict[str, Any]] = {
     | {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2, "attention_bias": True}
     | {"linear_value_head_dim": 9, "mlp_only_layers": [1], "tie_word_embeddings": True},
     "qwen3_5_text": _NEXT_DENSE,
+    "qwen3_5_text, released": _NEXT_DENSE | _NEXT_RELEASED,
     "qwen3_5_text, grouped by three": _NEXT_DENSE
     | {"linear_num_value_heads": 6, "full_attention_interval": 2, "rope_parameters": {"rope_type": "default"}}
     | {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},

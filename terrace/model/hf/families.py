@@ -312,6 +312,11 @@ FAMILIES: Mapping[str, Family] = {
         architecture="Qwen3_5ForCausalLM",
         names=_GROUPED | _BIASED | {"head_dim": "head_dim"},
         constants=_HYBRID,
+        # Released files say how other software keeps states, and name the heads that predict more tokens.
+        harmless=frozenset(
+            {"mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
+        ),
+        only={"attn_output_gate": (True,)},
         **_QUARTER,
     ),
     "glm4_moe": Family(

@@ -32,7 +32,8 @@ Rope = tuple[float, Mapping[str, Any] | None]  # RoPE base, fields of the scalin
 ENDLESS = 1e30  # larger numbers are rejected as errors
 ORIGINAL = "original_max_position_embeddings"
 _OTHERS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-_REMARKS = {"finetuned"}  # says how the weights came about
+# How the weights came about; which of three positions an image turns each part of a head by, where text has one.
+_REMARKS = {"finetuned", "mrope_section", "mrope_interleaved"}
 _READ = {"yarn": ("mscale", "mscale_all_dim"), "longrope": ("factor",)}  # attention_factor is computed from these
 _ALIASES = {"su": "longrope"}  # older names
 

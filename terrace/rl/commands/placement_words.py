@@ -160,5 +160,5 @@ def _generation(rows: int, found: Generation) -> str:
     return (
         f"  a replica of {counted(rows, 'rank')} has {running} {counted(found.sequences, 'response')} at a time: "
         f"prompts {seconds(found.prefill_s)}, responses {seconds(found.decode_s)}; "
-        f"weights {quantity(found.weights_bytes, 'B')}, keys and values {quantity(found.cache_bytes, 'B')} a rank"
+        f"weights {quantity(found.weights_bytes, 'B')}, caches {quantity(found.cache_bytes, 'B')} a rank"
     )

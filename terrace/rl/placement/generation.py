@@ -28,7 +28,7 @@ from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
 from terrace.model.operations import Core, Loss, Operations
 from terrace.model.spec import BlockSpec, Computes
-from terrace.plan.dims import rank_numel
+from terrace.plan.dims import rank_numel, state_shapes
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import slice_blocks
 from terrace.plan.wire import FORMATS
@@ -50,7 +50,7 @@ _LOGIT_PASSES = 4  # over logits in fp32 until a token is drawn: written, scaled
 class Generation:
     """Generation of an iteration's responses: seconds, and bytes of one rank.
 
-    A replica generates `sequences`, `running` of them at a time, with `cache_bytes` of keys and values.
+    A replica generates `sequences`, `running` of them at a time, with `cache_bytes` of keys, values and states.
     """
 
     prefill_s: float
@@ -77,7 +77,7 @@ def rows_of(cluster: Cluster, model: ModelConfig) -> list[int]:
         inside = cluster.ranks_within(index - 1)
         found += [inside * part for part in range(2, tier.size + 1) if tier.size % part == 0]
     kv_heads = layer_operations(model).core.kv_heads
-    return [rows for rows in found if kv_heads % rows == 0]
+    return [rows for rows in found if kv_heads % rows == 0 and model.delta.key_heads % rows == 0]
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class Replica:
         return Replica(cluster, model, rows, compute, sliced)
 
     def running(self, flow: Dataflow, room_bytes: float) -> int:
-        """Sequences that run at a time with `room_bytes` for weights, keys and values; at least one."""
-        room = (room_bytes - self.weights_bytes) / (self._tokens(flow) * self.token_bytes)
+        """Sequences that run at a time with `room_bytes` for weights, keys, values and states; at least one."""
+        room = (room_bytes - self.weights_bytes) / self._sequence_bytes(flow)
         return max(1, min(self._share(flow)[0], int(room)))
 
     def generation(self, flow: Dataflow, running: int) -> Generation:
@@ -122,13 +122,16 @@ class Replica:
             running=running,
             sequences=sequences,
             weights_bytes=self.weights_bytes,
-            cache_bytes=math.ceil(running * self._tokens(flow) * self.token_bytes),
+            cache_bytes=math.ceil(running * self._sequence_bytes(flow)),
         )
 
     def _share(self, flow: Dataflow) -> tuple[int, int]:
         """Sequences and prompts per replica."""
         num_replicas = self.cluster.world_size // self.rows
         return -(-flow.sequences // num_replicas), -(-flow.prompts // num_replicas)
+
+    def _sequence_bytes(self, flow: Dataflow) -> float:
+        return self._tokens(flow) * self.token_bytes + self.state_bytes
 
     def _tokens(self, flow: Dataflow) -> float:
         """Tokens of a sequence in memory; samples of a prompt share its keys and values."""
@@ -154,6 +157,16 @@ class Replica:
     def token_bytes(self) -> int:
         """Bytes that a rank caches for a token in all layers: keys and values, or latents."""
         return sum(block.operations.core.heads > 0 for block in self.blocks) * self._layer_token_bytes
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes that a rank keeps for a sequence of any length in all linear layers: states in fp32 at least."""
+        item, found = self.item_bytes, 0
+        for block in self.blocks:
+            if block.operations.delta.heads:
+                tails, states = state_shapes(block.operations.delta, self.rows)
+                found += item * math.prod(tails) + max(4, item) * math.prod(states)
+        return found
 
     @property
     def _layer_token_bytes(self) -> int:
@@ -225,7 +238,8 @@ class Replica:
         """Seconds of attention to `tokens` tokens, or of reading and writing the states of a linear layer in fp32."""
         if not layer.delta.heads:
             return self._attention_s(running, tokens, layer.core.window)
-        return memory_s(self.cluster.device, 2 * 4 * running * layer.delta.state_numel / self.rows)
+        state_bytes = max(4, self.item_bytes) * layer.delta.state_numel
+        return memory_s(self.cluster.device, 2 * running * state_bytes / self.rows)
 
     def _attention_s(self, running: int, tokens: float, window: int) -> float:
         device, core = self.cluster.device, self._core

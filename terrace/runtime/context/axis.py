@@ -13,7 +13,7 @@ from terrace.model.attention_plans import AttentionPlans
 from terrace.model.delta_net import ROWS, GatedDeltaNet
 from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock
 from terrace.plan.context import attention_heads, local_tokens
-from terrace.plan.context_rules import check_linear, windows_of
+from terrace.plan.context_rules import windows_of
 from terrace.plan.in_block_messages import ContextMessage
 from terrace.plan.residency import recomputed
 from terrace.plan.wire import MessageClass
@@ -53,9 +53,7 @@ class ContextAxis(InBlockAxis):
         self._micro = 0  # index of the current micro-batch in `_layouts`
         self._linear = [module for block in blocks for module in block.modules() if isinstance(module, GatedDeltaNet)]
         if self._linear:
-            ring, ulysses = program.mesh.group("ring"), program.mesh.total("ulysses")
-            check_linear(program.blocks, program.model.sequence, program.mesh.total("ring"), ulysses)
-            runs = RingRuns(comm, ring, program.plan.micro_batch)
+            runs = RingRuns(comm, program.mesh.group("ring"), program.plan.micro_batch)
             for module in self._linear:
                 module.runs = runs
         # Kept to restore the blocks on `remove`.

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from terrace.model.attention import document_begins
+from terrace.model.kinds import MOST_TAPS
 from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.wire import MessageClass
 from terrace.runtime.context.peer_exchange import PeerComm
@@ -62,7 +63,7 @@ class RingRuns:
     def ages(self, positions: Tensor | None, begins: Tensor | None) -> Tensor | None:
         """Tokens of the same document before each token, those on other ranks too."""
         assert positions is not None, "local tokens come with their positions"
-        return self.cut(positions).clamp(max=127).to(torch.int8)
+        return self.cut(positions).clamp(max=MOST_TAPS - 1).to(torch.int8)
 
     def halo(self, tails: Tensor) -> Tensor:
         """The last P - 1 inputs (R, P - 1, F) before each run, from the last ones of each run."""
