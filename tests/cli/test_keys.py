@@ -25,6 +25,9 @@ def test_every_key_has_a_line(section: str) -> None:
         assert key.kind
 
 
+_ABSENT = ("shares", "order", "epochs", "arguments", "states")  # keys whose empty default stands for none
+
+
 def test_defaults_are_those_of_a_run() -> None:
     keys = {key.name: key for key in keys_of("train")}
     run = resolve(None, {}, {})
@@ -36,7 +39,7 @@ def test_defaults_are_those_of_a_run() -> None:
     for section in ("train", "optimizer", "data", "plan"):
         for key in keys_of(section):
             value = getattr(getattr(run, section), key.name)
-            is_absent = value in (None, ONE_ISLAND, ALL_ON_DEVICE) or key.name in ("shares", "order", "epochs")
+            is_absent = value in (None, ONE_ISLAND, ALL_ON_DEVICE) or key.name in _ABSENT
             wanted = "none" if is_absent else json.dumps(value)
             if section == "plan" and key.name in NUMBERS:
                 wanted = "the fastest"
