@@ -5,7 +5,6 @@ index, so the commands here install from the running checkout, or else name the 
 """
 
 import re
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 DISTRIBUTION = "terrace-train"
@@ -37,6 +36,9 @@ def install(package: str, checkout: Path = Path(__file__).parents[2]) -> str:
 
 def _packages(extra: str) -> list[str]:
     """Requirements of an extra in an installed wheel, quoted for a shell."""
+    # Imported here alone, with all that reads e-mail: most commands miss nothing.
+    from importlib.metadata import PackageNotFoundError, requires
+
     try:
         found = requires(DISTRIBUTION) or []
     except PackageNotFoundError:  # a copy of the package's folder alone

@@ -11,6 +11,7 @@ import pytest
 from terrace.base.coming_from import COMMANDS, OPTIONS, PLANS, RUN, command_for
 from terrace.cli.keys import dotted
 from terrace.cli.main import main, parser_of
+from terrace.model.hf.keys import NEXTN
 from terrace.plan.presets import PRESETS
 
 # With heads and layers that an axis of two ranks divides.
@@ -61,13 +62,17 @@ def _cell(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+# Keys of tables whose names a file chooses: a tier of a cluster, a key of a family of models.
+FREE = ("--cluster.tiers.node.size", f"--model.{NEXTN}")
+
+
 def test_every_name_of_ours_is_there() -> None:
     assert set(PLANS) <= set(PRESETS)
     assert not {other for others in PLANS.values() for other in others} & set(PRESETS)
     keys = dotted("train") | dotted("rl")
     actions = next(action for action in parser_of()._actions if isinstance(action, argparse._SubParsersAction))
     options = {name for parser in actions.choices.values() for name in parser._option_string_actions}
-    for name in {name.partition(" ")[0] for own in OPTIONS for name in own} - {RUN, "--cluster.tiers.node.size"}:
+    for name in {name.partition(" ")[0] for own in OPTIONS for name in own} - {RUN, *FREE}:
         section, dot, key = name.removeprefix("--").partition(".")
         assert f"{section}.{key.partition('.')[0]}" in keys if dot else name in options, name
     for line in COMMANDS:
