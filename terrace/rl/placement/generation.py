@@ -76,8 +76,9 @@ def rows_of(cluster: Cluster, model: ModelConfig) -> list[int]:
     for index, tier in enumerate(cluster.tiers):
         inside = cluster.ranks_within(index - 1)
         found += [inside * part for part in range(2, tier.size + 1) if tier.size % part == 0]
-    kv_heads = layer_operations(model).core.kv_heads
-    return [rows for rows in found if kv_heads % rows == 0 and model.delta.key_heads % rows == 0]
+    linear = {block.operations.delta.key_heads for block in block_specs(model)}
+    heads = {layer_operations(model).core.kv_heads, *linear}
+    return [rows for rows in found if all(each % rows == 0 for each in heads)]
 
 
 @dataclass(frozen=True)
