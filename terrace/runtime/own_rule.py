@@ -33,6 +33,7 @@ _RATES = (1e-2, 3e-2, 2e-2, 1e-2)  # of the steps of a trial
 _GRADIENTS = (1.0, 30.0, 0.0, 1e-2)  # their scales: a class that clips by a norm does so in some step
 _MATRIX, _VECTOR = (4, 6), 5
 _CUTS = ((0, 7, 29), (0, 16, 24, 29))  # of the matrix and the vector behind it
+_INSTEAD = "take a class that updates every element by itself, or an optimizer of Terrace by its name"
 _RTOL = 1e-5  # of classes that compute in fp32, whatever the parameters' dtype
 
 
@@ -205,7 +206,7 @@ def _tried(said: str, make: Make) -> tuple[str, ...]:
             raise ConfigError(
                 f"{said} is not element by element: a small matrix and a vector that it updates in pieces differ by "
                 f"{float((found - wanted).abs().max()):.2g} from those it updates whole, so no rank could update a "
-                "slice alone"
+                f"slice alone: {_INSTEAD}"
             )
     return kinds
 
@@ -226,7 +227,7 @@ def _check_states(said: str, states: Mapping[str, Any], param: Tensor, trial: _T
             raise ConfigError(
                 f"{said}: its state {kind!r} of a parameter of shape {tuple(param.shape)} is "
                 f"{f'{value.dtype} of shape {shape}' if isinstance(value, Tensor) else type(value).__name__}, neither "
-                "floating-point numbers of this shape nor a number"
+                f"floating-point numbers of this shape nor a number, so ranks cannot share it: {_INSTEAD}"
             )
     if missing := set(kinds) - states.keys():
         raise ConfigError(f"{said}: the state {sorted(missing)[0]!r} is there for some parameters only")
