@@ -7,14 +7,17 @@ lanes run concurrently and a group runs one collective at a time.
 Each group costs threads and file descriptors on gloo. So only pairs of lane and tier used by some message get one,
 only members take part in its creation, and groups are kept for the lifetime of their world. Torch names a group after
 its ranks and the number of groups before it, so all ranks create the same groups in the same order.
+
+Engines of one process, such as colocated roles, therefore share groups. Their lanes keep no order between them, so an
+engine takes the groups over when it runs, which waits for the messages of the engine before it.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch.distributed as dist
 
@@ -27,6 +30,7 @@ Meeting = tuple[Hashable, tuple[int, ...]]  # (a key, the same on all ranks that
 _Made = dict[tuple[Hashable, tuple[int, ...]], dist.ProcessGroup]  # by lane and ranks
 _Key = tuple[int, tuple[Mesh | None, tuple[str, ...]], int]  # lane, the ranks joined, tier
 _made: "WeakKeyDictionary[dist.ProcessGroup, _Made]" = WeakKeyDictionary()
+_users: "WeakKeyDictionary[dist.ProcessGroup, tuple[TierGroups, WeakMethod[Callable[[], None]]]]" = WeakKeyDictionary()
 
 
 class Timeouts(NamedTuple):
@@ -98,6 +102,21 @@ class TierGroups:
                 handle = _group((meeting, upward, after), members, timeout)
                 self._pairs |= {(peer, upward, after): handle for peer in members if peer != rank}
         self._pool = _group("pool", tuple(pool), timeout) if pool else None
+
+    def take_over(self, drain: Callable[[], None]) -> None:
+        """Wait for the messages of the user before; `drain` is the method that will wait for those of this one."""
+        if (world := dist.group.WORLD) is None:
+            return
+        user, before = _users.get(world, (self, None))
+        if user is not self and before is not None and (waits := before()) is not None:
+            waits()
+        _users[world] = self, WeakMethod(drain)
+
+    def leave(self) -> None:
+        """Let the next user wait for nothing of this one, which has completed or failed."""
+        world = dist.group.WORLD
+        if world is not None and world in _users and _users[world][0] is self:
+            del _users[world]
 
     @property
     def pool(self) -> dist.ProcessGroup:

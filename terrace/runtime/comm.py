@@ -129,6 +129,7 @@ class Comm:
         for lane in self.lanes.values():
             lane.close(wait=not failed)
         self.stages.close(wait=not failed)
+        self.groups.leave()
 
     def _collectives(self, ledger: Ledger, meter: Meter) -> Collectives:
         model = self.program.model

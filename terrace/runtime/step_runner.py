@@ -226,6 +226,7 @@ class StepRunner:
         """
         program = program or self.messages.comm.program
         assert len(batches) == program.num_micros, f"{len(batches)} micro-batches for {program.num_micros}"
+        self.messages.comm.groups.take_over(self.drain)
         self.messages.program, self.updates.lr = program, lr
         self.passes.begin(batches)
         if program.trains:

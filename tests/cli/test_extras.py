@@ -1,6 +1,7 @@
 """The command without words, and commands without the packages that they need."""
 
 import re
+from importlib import metadata
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import pytest
 import tomli_w
 
 from terrace import __version__
-from terrace.base import extras
 from terrace.base.extras import install
 from terrace.cli.main import main
 from terrace.train.layers import resolve_table
@@ -66,7 +66,7 @@ def test_the_command_of_an_extra_works_where_terrace_is_not_on_the_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a wheel it names the packages themselves; those of this distribution are named by no command."""
-    monkeypatch.setattr(extras, "requires", lambda name: _IN_A_WHEEL)
+    monkeypatch.setattr(metadata, "requires", lambda name: _IN_A_WHEEL)
     assert install("jinja2", tmp_path) == "pip install 'tokenizers>=0.20' 'jinja2>=3.1.6'"
     assert install("liger-kernel", tmp_path) == "pip install 'triton>=3.6' 'liger-kernel>=0.8.5'"
     assert install("wandb", tmp_path) == "pip install wandb"
@@ -74,7 +74,7 @@ def test_the_command_of_an_extra_works_where_terrace_is_not_on_the_index(
     def none(name: str) -> None:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(extras, "requires", none)
+    monkeypatch.setattr(metadata, "requires", none)
     assert install("ray", tmp_path) == "pip install ray"
     (tmp_path / "pyproject.toml").touch()
     assert install("pyarrow", tmp_path) == f"pip install -e '{tmp_path}[data]'"

@@ -2,18 +2,26 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.hf_folder import write_model
 from tests.support.hub_mirror import COMMITS, mirror_of
-from tests.support.tiny_runs import losses, one_line, terrace
+from tests.support.tiny_runs import environment, losses, one_line
 
 pytest.importorskip("huggingface_hub", reason="ids are fetched with it")
 SIZES = ("--train.sequence", "16", "--train.batch", "8", "--train.checkpoint_every", "2", "--optimizer.lr", "1e-3")
 
 RANK = ("--cluster", "local", "--ranks", "1")
+
+
+def terrace(*words: str | Path, cwd: Path) -> "subprocess.CompletedProcess[str]":
+    """Run `terrace` as a shell does: the library reads its environment when it is imported, which a warm start did."""
+    command = [sys.executable, "-m", "terrace", *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=330)
 
 
 def write_rows(folder: Path, word: str) -> Path:
