@@ -127,10 +127,12 @@ def _is_key(name: str, command: str) -> bool:
     section, dot, key = name.removeprefix("--").partition(".")
     if not dot:
         return False
-    if command == "plan":  # the keys of the plan that is compared, and of the cluster
-        return section in ("plan", "cluster")
+    if command == "plan":  # the keys of the plan that is compared, of the cluster and of the model
+        return section in ("plan", "cluster", "model")
     # For an error alone: to know the keys takes a moment.
     from terrace.cli.keys import dotted, takers
 
     command = "train" if command == "data prepare" else command
+    if section == "model":  # whose keys are those of the family
+        return command in takers()
     return command in takers() and f"{section}.{key.partition('.')[0]}" in dotted(command)

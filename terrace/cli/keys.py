@@ -140,6 +140,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     found = _found(asked)
     if not found:
+        if elsewhere := [each for each in options_for(asked) if each.startswith("--model.")]:
+            raise ConfigError(f"{asked!r} is {elsewhere[0]} here, a key of models: see {_ELSEWHERE['model']}")
         known = (*names(), *dotted(), *(name.rpartition(".")[2] for name in dotted()))
         near = get_close_matches(asked, known, n=1)
         hint = did_you_mean(asked, near) if near else " and no key with that in its name: terrace keys lists all"

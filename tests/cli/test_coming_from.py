@@ -11,7 +11,6 @@ import pytest
 from terrace.base.coming_from import COMMANDS, OPTIONS, PLANS, RUN, command_for
 from terrace.cli.keys import dotted
 from terrace.cli.main import main, parser_of
-from terrace.model.hf.keys import NEXTN
 from terrace.plan.presets import PRESETS
 
 # With heads and layers that an axis of two ranks divides.
@@ -63,7 +62,7 @@ def _cell(names: Sequence[str]) -> str:
 
 
 # Keys of tables whose names a file chooses: a tier of a cluster, a key of a family of models.
-FREE = ("--cluster.tiers.node.size", f"--model.{NEXTN}")
+FREE = "--cluster.tiers.node.size"
 
 
 def test_every_name_of_ours_is_there() -> None:
@@ -72,9 +71,10 @@ def test_every_name_of_ours_is_there() -> None:
     keys = dotted("train") | dotted("rl")
     actions = next(action for action in parser_of()._actions if isinstance(action, argparse._SubParsersAction))
     options = {name for parser in actions.choices.values() for name in parser._option_string_actions}
-    for name in {name.partition(" ")[0] for own in OPTIONS for name in own} - {RUN, *FREE}:
+    for name in {name.partition(" ")[0] for own in OPTIONS for name in own} - {RUN, FREE}:
         section, dot, key = name.removeprefix("--").partition(".")
-        assert f"{section}.{key.partition('.')[0]}" in keys if dot else name in options, name
+        known = f"{section}.{key.partition('.')[0]}" in keys or section == "model"  # whose keys are the family's
+        assert known if dot else name in options, name
     for line in COMMANDS:
         program, command, *rest = line.split()
         assert program == "terrace"
@@ -82,6 +82,23 @@ def test_every_name_of_ours_is_there() -> None:
         assert command_for(command) == "", "ours as well"
         names = {word for word in rest if word.startswith("--")}
         assert all(name in options or name.removeprefix("--") in keys for name in names), line
+
+
+def test_the_answer_to_a_model_in_words_of_megatron_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--tensor-model-parallel-size 2 --num-layers 2 --hidden-size 64 --num-attention-heads 4 --kv-channels 16 "
+        "--num-query-groups 2 --group-query-attention --ffn-hidden-size 128 --vocab-size 512 --seq-length 128 "
+        "--max-position-embeddings 128 --rotary-base 5000 --norm-epsilon 1e-6 --init-method-std 0.01 "
+        "--untie-embeddings-and-output-weights --micro-batch-size 1 --global-batch-size 8 --bf16"
+    )
+    assert main(["simulate", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert main(["keys", "num-layers"]) == 2
+    assert "'num-layers' is --model.num_hidden_layers here" in capsys.readouterr().err
+    answer = said.partition("did you mean ")[2].rstrip("?\n")
+    assert answer.count("--") == words.count("--") - 1, "a group query needs no switch"
+    assert main(["simulate", *answer.split()]) == 0, capsys.readouterr().err
+    assert "8 sequences x 128" in capsys.readouterr().out
 
 
 def test_a_word_is_answered_once() -> None:
