@@ -47,7 +47,6 @@ def first_device() -> torch.device:
 
 
 def num_devices() -> int:
-    """Number of devices that this process sees."""
     return torch.cuda.device_count() if is_available() else 0
 
 

@@ -295,7 +295,6 @@ def key_for(section: str, name: str) -> str:
 
 
 def sections() -> set[str]:
-    """The sections of the table's keys."""
     return {each.removeprefix("--").partition(".")[0] for own in OPTIONS for each in own if "." in each}
 
 

@@ -13,7 +13,6 @@ def printable(text: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Escape `text` for HTML or SVG."""
     import html  # here alone: it takes a moment, and screens need none of it
 
     return html.escape(printable(text))

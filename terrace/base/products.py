@@ -82,7 +82,6 @@ class Product(NamedTuple):
 
 @cache
 def products() -> tuple[Product, ...]:
-    """The installed products by name."""
     found: dict[str, Product] = {}
     for name, reference in sorted(declared()):
         try:
@@ -157,7 +156,6 @@ def add_parser(command: Command, parsers: Any) -> None:
 
 
 def run_kinds() -> list[RunKind]:
-    """The kinds of runs of all products."""
     return [kind for product in products() for kind in product.runs]
 
 

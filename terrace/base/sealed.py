@@ -29,7 +29,6 @@ def sealed_json(text: str) -> str:
 
 
 def sealed_toml(text: str) -> str:
-    """Add the checksum to a TOML text."""
     return f"# {KEY} {checksum(text.encode())}\n{text}"
 
 

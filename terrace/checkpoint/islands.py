@@ -22,7 +22,6 @@ TOLD, HEARD, MARKS = "told", "heard", "marks"
 
 
 def own_name(parameter: str, island: int) -> str:
-    """The name of an island's own state of a parameter in a checkpoint."""
     return f"{parameter}@{island}"
 
 
@@ -39,7 +38,6 @@ class Islands:
 
     @staticmethod
     def of(program: Program) -> "Islands":
-        """The islands of a plan."""
         world, outer = program.model.world_layout, program.plan.outer
         num = world.num_islands
         return Islands(
@@ -69,7 +67,6 @@ class Islands:
 
     @property
     def with_own_state(self) -> range:
-        """The islands with state of their own."""
         return range(self.num if self.fragments else 0)
 
     @property

@@ -94,7 +94,6 @@ def step_of(folder: Path) -> int:
 
 
 def latest(run_folder: Path) -> Path | None:
-    """Newest complete checkpoint of a run, or None."""
     found = complete(run_folder / "checkpoints")
     return found[-1] if found else None
 
@@ -206,7 +205,6 @@ def manifest_of(
 
 
 def encode(manifest: Mapping[str, Any]) -> str:
-    """Serialize a manifest with its checksum."""
     return json.dumps({**manifest, "checksum": _checksum(manifest)}, indent=1)
 
 

@@ -64,7 +64,6 @@ def _id_and_life(run_folder: Path) -> tuple[str, str]:
 
 
 def memory_folder(run: str, run_folder: Path, host: str) -> Path:
-    """This run's memory folder on a host."""
     # With the path, so that a copy of the run folder is another run.
     name = "\0".join([run, os.path.realpath(run_folder), host])
     return ROOT / f"terrace-{os.getuid()}-{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"

@@ -53,7 +53,6 @@ class BoxValues:
 
 
 def slices_of(mesh: Mesh, rank: int) -> Slices:
-    """The slice of each whole parameter that `rank` holds."""
     return partial(rank_slices, mesh=mesh, rank=rank)
 
 

@@ -140,7 +140,6 @@ class Slots:
         self._files[number] = self._make(number)
 
     def forget(self) -> None:
-        """Give the memory back."""
         self._files = []
 
     def _make(self, number: int) -> dict[int, MemoryFile]:
@@ -186,7 +185,6 @@ class PeerCopies:
 
     @property
     def folder(self) -> Path:
-        """The folder of the copies in the memory of this machine."""
         return self._slots.folder
 
     @property
@@ -231,7 +229,6 @@ class PeerCopies:
         return time.perf_counter() - begin_s
 
     def close(self) -> None:
-        """Free the memory on all machines."""
         # No rank of this host may still be writing.
         self._engine.comm.exchange(None)
         self._slots.forget()

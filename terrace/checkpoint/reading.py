@@ -57,8 +57,6 @@ _INSTEAD = "delete the folder to go on from the checkpoint before it"
 
 
 class Checkpoint:
-    """A checkpoint on disk, opened for reading."""
-
     def __init__(self, folder: Path, text: str = "") -> None:
         """Read the manifest, or parse `text` instead.
 
@@ -172,7 +170,6 @@ class Checkpoint:
             part.values[kind][within(box, part.box)].copy_(stored)
 
     def has(self, block: str, name: str) -> bool:
-        """Whether the checkpoint has any element of parameter `name` of a block."""
         return bool(self._pieces.get((block, name)))
 
     def files_of(self, block: str, wanted: Iterable[BoxValues]) -> set[str]:
@@ -300,7 +297,6 @@ def resume(engine: "Engine", checkpoint: Checkpoint) -> str:
 
 
 def lacks_choices(checkpoint: Checkpoint, blocks: Iterable[BlockSpec]) -> bool:
-    """Whether the checkpoint lacks the choices of a router in `blocks`."""
     return any(num_choices(block) and not checkpoint.has(block.name, CHOICES) for block in blocks)
 
 

@@ -91,7 +91,6 @@ class SaveBoard:
         return have_written
 
     def problem(self, number: int) -> str | None:
-        """The first problem that a rank has reported."""
         return self._text_of(f"{number}/problem") if self._store.check([f"{number}/problem"]) else None
 
     def conclude(self, number: int, outcome: str) -> None:

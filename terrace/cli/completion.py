@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Prints the script; returns 0."""
     from argcomplete.shell_integration import shellcode
 
     print(shellcode(["terrace"], shell=options.shell))

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Writes the folder; returns 0."""
     _check_together(options)
     check_count("--shard-bytes", options.shard_bytes)
     run = read_run(options.folder)

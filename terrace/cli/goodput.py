@@ -30,7 +30,6 @@ def of_points(points: Sequence[Point]) -> list[Outlook | None]:
 
 
 def show_ways(task: Task, plan: Plan, console: Terminal) -> None:
-    """Prints the ways to survive failures of a plan."""
     found = _of_plan(task, plan)
     console.print(ways_table(found))
     print(f"{ways_words(found)}\n")

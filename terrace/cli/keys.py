@@ -88,7 +88,6 @@ def takers() -> list[str]:
 
 
 def names() -> list[str]:
-    """The names of all sections."""
     return [*sections(), *_tables()]
 
 
@@ -125,7 +124,6 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Prints the keys; returns 0."""
     # As on other command lines, a key may have leading dashes.
     if options.asked is None and len(rest) == 1 and rest[0].startswith("--"):
         options.asked, rest = rest[0].removeprefix("--"), ()

@@ -231,7 +231,6 @@ def all_help() -> dict[str, str]:
 
 
 def parser_of(named: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser with the options of the command `named`; of every command, if it names none."""
     parser = _Parser(
         prog="terrace",
         description="Train large language models on clusters whose links are unequal.",

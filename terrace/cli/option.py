@@ -51,7 +51,6 @@ class Line:
 
     @classmethod
     def add_to(cls, commands: Any, name: str, **more: Any) -> argparse.ArgumentParser:
-        """Adds the command's parser to argparse's subparsers."""
         texts = {"description": cls.description, "epilog": cls.epilog, "usage": cls.usage}
         parser: argparse.ArgumentParser = commands.add_parser(name, **texts, **more)
         for owner in reversed(cls.__mro__):

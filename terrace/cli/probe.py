@@ -31,7 +31,6 @@ _HEADER = """\
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Probes and writes the file; returns 0."""
     cluster = read_cluster(options.cluster or UNNAMED, rest, "a probe takes only --cluster.key VALUE", options.ranks)
     if not (math.isfinite(options.seconds) and options.seconds > 0):
         raise ConfigError(f"--seconds {options.seconds:g} must be a number above 0: 60 is enough for most machines")

@@ -26,7 +26,6 @@ Evaluations = Callable[["Trained"], Iterable["Evaluation"]]
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Writes the folder; returns 0."""
     check_count("--shard-bytes", options.shard_bytes)
     check_count("--documents", options.documents, bits=31)
     if options.data is None and options.documents is not None:

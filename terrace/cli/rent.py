@@ -40,8 +40,6 @@ _NEEDED = ("offers", "model", "tokens", "batch", "sequence")
 
 @dataclass(frozen=True, kw_only=True)
 class _Training:
-    """What is trained; the same on all machines."""
-
     model: ModelConfig
     batch: int
     sequence: int

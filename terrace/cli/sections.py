@@ -8,7 +8,6 @@ from terrace.report.sections import Section
 
 
 def print_sections(sections: Iterable[Section]) -> None:
-    """Print the charts, the table and the sentences of each section."""
     console = Terminal()
     for section in sections:
         _print_section(console, section)

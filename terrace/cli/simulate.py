@@ -63,7 +63,6 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _as_software(run: RunConfig, name: str) -> RunConfig:
-    """The run as a software runs its plan."""
     cluster = run_by(run.cluster, software_named(name))
     return replace(run, cluster=cluster, plan=run_as(cluster, run.plan))
 

@@ -91,7 +91,6 @@ def task_on(cluster: Cluster, *, model: ModelConfig, batch: int, sequence: int, 
 
 
 def faster_dtype(cluster: Cluster) -> str:
-    """The dtype with the higher peak on the device."""
     peaks = cluster.device.peak_flops_per_s
     return max(("bf16", "fp32"), key=lambda dtype: peaks.get(dtype, 0.0))
 
@@ -105,7 +104,6 @@ def _resized(cluster: Cluster, nodes: int | None) -> Cluster:
 
 
 def task_words(task: Task) -> str:
-    """Two-line summary of a task."""
     tiers = " x ".join(f"{tier.size} {tier.name}" for tier in reversed(task.cluster.tiers))
     narrow = "" if task.messages is None else f", parameters and gradients sent in {task.messages}"
     if any(is_adapter(param.name) for block in task.declared for param in block.params):
@@ -166,7 +164,6 @@ def check_output(option: str, path: Path, options: argparse.Namespace) -> None:
 
 
 def with_formats(task: Task, plan: Any) -> Task:
-    """The task with a plan's dtypes and wire formats."""
     return replace(
         task,
         **precision_of(plan),

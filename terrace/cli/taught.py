@@ -49,7 +49,6 @@ class Taught:
         return replace(self.task, cluster=replace(self.task.cluster, device=device), declared=specs)
 
     def unchecked(self, plan: Plan) -> RunConfig:
-        """The run under a plan."""
         task = self.task
         train = TrainConfig(objective=DISTILL, steps=1, batch=task.batch, sequence=task.sequence)
         return RunConfig(model=task.model, cluster=task.cluster, plan=plan, train=train, teacher=self.teacher)

@@ -25,7 +25,6 @@ from terrace.train.runs import table_to_resume
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Trains; returns 0."""
     with refusals_told():
         table = _with_roster(_table(options, rest), options)
         config = parse_run(table)

@@ -13,7 +13,6 @@ from terrace.model.facts import family_of, initial_std
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Writes the folder; returns 0."""
     check_count("--shard-bytes", options.shard_bytes)
     # After the options are checked: importing torch takes seconds.
     from terrace.model.hf.pretrained import Pretrained

@@ -60,17 +60,14 @@ def step_view(run: RunConfig, options: argparse.Namespace) -> StepView:
 
 
 def draws(view: StepView, name: str) -> bool:
-    """Whether a view needs every pass of the step."""
     return any(part in _DRAWN and (view.is_pipelined or part is not _ORDER) for part in VIEWS[name])
 
 
 def step_page(view: StepView) -> str:
-    """HTML page of the step."""
     return page_html(view.page([section for part in _PAGE for section in part(view)]))
 
 
 def step_trace(view: StepView) -> str:
-    """Trace of the step as JSON."""
     recorded, plan, cluster = view.recorded, view.run.plan, view.run.cluster
     names = [f"a rank of {cluster.world_size}: plan {plan.name} on {cluster.name}"]
     if view.is_pipelined:

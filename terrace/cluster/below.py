@@ -35,7 +35,6 @@ class Medium:
 
     @property
     def share_bytes(self) -> float:
-        """Bytes of one device's share."""
         return self.memory_bytes / self.sharers
 
     def read_s(self, num_bytes: float) -> float:

@@ -181,7 +181,6 @@ class Cluster:
         return tuple(position)
 
     def rank(self, coordinates: tuple[int, ...]) -> int:
-        """Inverse of `coordinates`."""
         sizes = tuple(tier.size for tier in self.tiers)
         inside = len(coordinates) == len(sizes) and all(
             0 <= here < size for here, size in zip(coordinates, sizes, strict=True)

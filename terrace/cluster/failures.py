@@ -21,7 +21,6 @@ class Failures:
 
     @property
     def are_known(self) -> bool:
-        """Whether anything fails."""
         return self != NO_FAILURES
 
     @property

@@ -25,7 +25,6 @@ def headroom_error(headroom: str, memory_bytes: float) -> str:
 
 
 def headroom_bytes(headroom: str, memory_bytes: float) -> float:
-    """Bytes of `memory_bytes` that `headroom` keeps free."""
     ((text, unit),) = _FORM.findall(headroom)  # a `Device` has checked the form
     number = float(text)
     return number / 100 * memory_bytes if unit == "%" else number * _UNITS[unit]

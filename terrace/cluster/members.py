@@ -30,7 +30,6 @@ class Member:
     latency_s: float | None = None
 
     def device_of(self, own: Device) -> Device:
-        """The member's device in a cluster whose device is `own`."""
         return slowed(self.device or own, self.speed)
 
 
@@ -60,7 +59,6 @@ def slowest_link(members: Sequence[Member], bandwidth_bytes_per_s: float, latenc
 
 
 def first_members(members: Sequence[Member], number: int) -> tuple[Member, ...]:
-    """The tables of the first `number` members, or all if there are fewer."""
     found, left = list[Member](), number
     for each in members:
         if left:

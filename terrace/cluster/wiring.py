@@ -145,7 +145,6 @@ def _one_by_one(group: Sequence[int], links: Mapping[Pair, int], most: int) -> i
 
 
 def _disjoint(cycles: Sequence[list[Pair]], left: dict[Pair, int], most: int) -> int:
-    """Maximum number of disjoint cycles, at most `most`."""
     choices = _MOST_CHOICES
 
     def chosen(first: int, most: int) -> int:

@@ -27,7 +27,6 @@ class Arena:
             self._memory = self._memory.new_empty(needed)
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The next buffer, uninitialised."""
         size = math.prod(shape) * dtype.itemsize
         start, self._used = self._used, self._used + arena_bytes([size])
         assert self._used <= self._memory.numel(), f"a collective took {self._used} bytes but announced fewer"

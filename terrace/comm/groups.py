@@ -120,7 +120,6 @@ class TierGroups:
 
     @property
     def pool(self) -> dist.ProcessGroup:
-        """Group of the ranks that attend together with this one."""
         assert self._pool is not None, "only where tokens are spread over ranks is there one"
         return self._pool
 
@@ -129,7 +128,6 @@ class TierGroups:
         return self._pairs[peer, upward, again]
 
     def of(self, lane: int, ranks: Layout, tier: int) -> TierGroup:
-        """Peers on a tier among the ranks of a layout, for messages of a lane."""
         return self._groups[lane, ranks.joined, tier]
 
 

@@ -23,8 +23,6 @@ from terrace.accelerator import has_streams
 
 
 class Ticket(ABC):
-    """Work submitted to a lane."""
-
     @abstractmethod
     def wait(self) -> None:
         """Block until later work may read the result. Raises an error of the work."""
@@ -45,8 +43,6 @@ class Ticket(ABC):
 
 
 class Lane(ABC):
-    """An ordered queue of communication."""
-
     @abstractmethod
     def submit(self, work: Callable[[], None]) -> Ticket:
         """Run `work` after all work submitted before it and after the computation issued so far."""
@@ -211,7 +207,6 @@ HERE: Lane = _Here()  # of messages without peers: the calling thread and its st
 
 
 def behind(ticket: Ticket, work: Callable[[], None]) -> Callable[[], None]:
-    """`work` that first waits for work on another lane."""
     if ticket is DONE:
         return work
 

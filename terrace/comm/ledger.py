@@ -15,7 +15,6 @@ class Ledger:
         self._again: dict[tuple[MessageClass, str], int] = defaultdict(int)
 
     def add(self, message: MessageClass, tier: str, num_bytes: int) -> None:
-        """Record `num_bytes` sent into the links of `tier`."""
         with self._lock:
             self._sent[message, tier] += num_bytes
 

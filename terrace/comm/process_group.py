@@ -70,7 +70,6 @@ class OrderedGroup:
 
     @property
     def places(self) -> tuple[int, ...]:
-        """Each member's rank in `handle`."""
         return tuple(dist.get_group_rank(self.handle, member) for member in self.members)
 
 

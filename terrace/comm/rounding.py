@@ -60,14 +60,12 @@ class Origin:
         return self.residuals[key]
 
     def restore(self, hop: Hop, values: Tensor) -> None:
-        """Set a residual from a checkpoint."""
         if hop in self.residuals:
             self.residuals[hop].copy_(values)
         else:
             self._add(hop, values.to(self._device, torch.float32, copy=True))
 
     def forget(self) -> None:
-        """Reset all residuals to zero."""
         self._changed.clear()
         for values in self.residuals.values():
             values.zero_()

@@ -88,8 +88,6 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceUse:
-    """How much of a source a run uses."""
-
     name: str
     num_samples: int  # that are trained on, in an epoch
     num_holdout_samples: int
@@ -156,7 +154,6 @@ class Batches:
         self._ahead: _Placed | None = None
 
     def uses(self, num_steps: int) -> list[SourceUse]:
-        """How much of each source the first `num_steps` steps use."""
         # Counted, not iterated: the blend repeats after one period.
         taken = self._blend.counts(num_steps * self.batch)
         return [
@@ -205,7 +202,6 @@ class Batches:
 
     @property
     def pairs(self) -> PairRows | None:
-        """The rows of a run on pairs; None for other runs."""
         (rows, *_) = self._samples
         return rows if isinstance(rows, PairRows) else None
 

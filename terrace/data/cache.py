@@ -211,7 +211,6 @@ def _lock_of(target: Path) -> Path:
 
 
 def token_file(target: Path, description: CorpusDescription, mask: Path | None = None) -> TokenFile:
-    """The token file at `target` with its description."""
     return TokenFile(
         path=target,
         dtype=description.dtype,

@@ -98,7 +98,6 @@ def _loaded(path: Path, block: str) -> Mapping[str, Any]:
 
 
 def _configs(path: Path, entries: Any) -> tuple[dict[str, Config], str | None]:
-    """The configurations by name, and the name of the default one."""
     if entries is None or entries == []:
         return {}, None
     # Aliases make a small list of any length, and its text would have that length.

@@ -167,7 +167,6 @@ class SpecialEncoder:
 
 
 def load_encoder(path: str | Path, tokenizer: Tokenizer) -> ChatEncoder:
-    """Chat encoder of the tokenizer at `path`, which has been loaded as `tokenizer`."""
     if str(path) == BYTES:
         return ByteEncoder()
     from tokenizers import Tokenizer as FileEncoder
@@ -215,7 +214,6 @@ def _own_characters(text: str, first: int, end: int, token: "AddedToken") -> tup
 
 
 def _unknown(encoder: "FileEncoder") -> int | None:
-    """Id of the unknown token, or None."""
     name = getattr(encoder.model, "unk_token", None)
     if name is not None:
         return encoder.token_to_id(name)

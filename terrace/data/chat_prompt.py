@@ -17,8 +17,6 @@ Asked = Mapping[str, Any]  # messages, perhaps with tools: a row of terrace.data
 
 @dataclass(frozen=True)
 class ChatPrompts:
-    """Renders prompts with a tokenizer's chat template."""
-
     tokenizer: Tokenizer
     template: ChatTemplate
     encoder: ChatEncoder

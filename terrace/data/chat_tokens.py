@@ -58,8 +58,6 @@ def prepare_chat(
 
 @dataclass(frozen=True)
 class Tokenized:
-    """Tokenises conversations into the cache."""
-
     tokenizer: Tokenizer
     tokenizer_path: str | Path
     template: ChatTemplate

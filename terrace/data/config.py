@@ -180,7 +180,6 @@ class DataConfig:
         )
 
     def absolute(self) -> "DataConfig":
-        """The same configuration with absolute paths."""
         named = {name: getattr(self, name) for name in PATHS}
         kept = {name: os.path.abspath(at) for name, at in named.items() if at != PATHS[name]}
         evaluated = {

@@ -84,7 +84,6 @@ class EvalBatches:
 
     @property
     def has_labels(self) -> bool:
-        """Whether any token is predicted."""
         return any(any(self.parts(step)) for step in range(self.num_batches))
 
 

@@ -61,7 +61,6 @@ class LeftOut:
             self._add("characters of the assistant that the tokenizer has no token for", characters, where)
 
     def line(self, path: object) -> str:
-        """One line on what is left out of the data at `path`; "" if nothing is."""
         if not self.found:
             return ""
         parts = [
@@ -178,6 +177,5 @@ def _longest(is_there: Callable[[int], bool], most: int) -> int:
 
 
 def _short(text: str) -> str:
-    """The beginning of a text on one line."""
     line = " ".join(text.split())
     return repr(line if len(line) <= _SHOWN else f"{line[: _SHOWN - 3]}...")

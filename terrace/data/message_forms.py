@@ -74,12 +74,10 @@ def with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Joins the parts of a content."""
     return "".join(part["text"] for part in parts)
 
 
 def calls_of(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Name and arguments (as objects) of each call in `message`."""
     return _functions(with_objects(message))
 
 

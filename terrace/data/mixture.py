@@ -72,7 +72,6 @@ class Blend:
         return sources, periods * self._of_source[sources] + self._before[offsets]
 
     def first_with(self, source: int, count: int) -> int:
-        """The fewest samples among which are `count` of a source."""
         periods, rest = divmod(count - 1, self.parts[source])
         return periods * len(self._source) + int(np.flatnonzero(self._source == source)[rest]) + 1
 

@@ -43,7 +43,6 @@ class Originals:
         return all(time.time() - status.st_ctime > _SETTLED_S for _, status in self._statuses())
 
     def contents(self) -> str:
-        """Hash of the bytes of all files."""
         with ThreadPoolExecutor() as pool:
             digests = list(pool.map(_digest, self.find()))
         return hashlib.blake2b(b"".join(digests), digest_size=16).hexdigest()

@@ -57,7 +57,6 @@ class PairOrder:
         self._pairs = SampleOrder(num_samples // 2, seed)
 
     def sample(self, positions: npt.ArrayLike) -> Ids:
-        """Samples at `positions`."""
         at = np.asarray(positions, dtype=np.int64)
         found: Ids = 2 * self._pairs.sample(at // 2) + at % 2
         return found

@@ -68,7 +68,6 @@ def json_object(line: str, where: Callable[[], str], form: str) -> dict[str, Any
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON value, in words."""
     return {"NoneType": "null", "dict": "an object", "list": "a list", "str": "a string"}.get(
         type(value).__name__, f"of type {type(value).__name__}"
     )

@@ -56,7 +56,6 @@ def prepare_sources(
 def prepare_eval_sources(
     data: DataConfig, tokenizer: Tokenizer, sequence: int, progress: Callable[[str], None] = lambda text: None
 ) -> tuple[EvalSource, ...]:
-    """Like `prepare_sources`, for the sources of `data.eval`."""
     sources, around = list[EvalSource](), tokenizer.text_tokens
     for spec in data.eval_sources():
         source = EvalSource(

@@ -49,7 +49,6 @@ def records(file: DataFile, columns: tuple[str, ...], form: str) -> Iterator[tup
 
 
 def _lines(file: Path) -> Iterator[tuple[str, str]]:
-    """The non-empty lines, each with its place."""
     try:
         with file.open("rb") as stream:
             for number, raw in enumerate(stream, start=1):

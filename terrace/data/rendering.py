@@ -113,7 +113,6 @@ class Renderers:
 
     @property
     def _running(self) -> tuple["subprocess.Popen[str]", IO[str], IO[str]]:
-        """The process, its input and its output."""
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             raise AssertionError("it is started with both pipes before it is asked")
@@ -157,5 +156,4 @@ class Renderers:
 
 @functools.lru_cache(maxsize=1)
 def renderers() -> Renderers:
-    """The process shared by all templates."""
     return Renderers()

@@ -90,7 +90,6 @@ QUESTIONS = (
 
 
 def columns(forms: Sequence[Form], *more: str) -> tuple[str, ...]:
-    """All keys that `forms` read; tables are read by column."""
     keys = [key for form in forms for key in (*form.keys, *form.material)]
     return tuple(dict.fromkeys((*keys, *more, *FOR_TEMPLATE, "history", *_SYSTEM_TEXTS)))
 
@@ -100,7 +99,6 @@ PAIR_COLUMNS = columns(QUESTIONS, "prompt", *MEMBERS)
 
 
 def chat_form(row: Row) -> Form | None:
-    """The form in which a row is a conversation, or None."""
     found = next((form for form in CHATS if form.fits(row)), None)
     return SPELLED if found is None and spelled_turns(row.get("text")) else found
 

@@ -46,8 +46,6 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSpec:
-    """A source with defaults resolved."""
-
     path: str
     name: str
     weight: float

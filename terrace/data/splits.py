@@ -79,7 +79,6 @@ def choose_split(root: object, wanted: str, there: Sequence[str]) -> str:
 
 
 def is_split(name: object) -> bool:
-    """Whether `name` can name a split."""
     return isinstance(name, str) and _SPLIT.fullmatch(name) is not None
 
 

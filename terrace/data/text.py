@@ -89,7 +89,6 @@ def read_lines(unit: Unit) -> Iterator[DocumentPart]:
 
 
 def not_utf8(file: Path, offset: int, error: UnicodeDecodeError, where: str = "") -> DataError:
-    """Error for a file whose byte at `offset` is not UTF-8."""
     value = error.object[error.start]
     with file.open("rb") as stream:
         # A byte order mark tells UTF-16, the most common mistake, from Latin-1.

@@ -50,7 +50,6 @@ class Vocabulary:
 
     @property
     def guess(self) -> int | None:
-        """The end-of-text token, guessed by its name."""
         return next((self.special[name] for name in END_OF_TEXT_NAMES if name in self.special), None)
 
     def named(self, token: str, source: str) -> int:

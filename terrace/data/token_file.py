@@ -53,7 +53,6 @@ class TokenFile:
 
     @property
     def sums(self) -> Path:
-        """The file of checksums."""
         return self.starts.with_suffix(".sums")
 
     def open_sums(self, count: int) -> "np.memmap[tuple[int], np.dtype[np.uint32]]":

@@ -41,7 +41,6 @@ def message(role: str, content: str) -> dict[str, Any]:
 
 
 def role_of(turn: Any) -> str:
-    """The role of a message; "" if it is not a message."""
     role = turn.get("role") if isinstance(turn, Mapping) else None
     return role if isinstance(role, str) else ""
 

@@ -43,8 +43,6 @@ class _Properties(ctypes.Structure):
 
 
 class _Access(ctypes.Structure):
-    """CUmemAccessDesc."""
-
     _fields_ = (("location", _Location), ("flags", ctypes.c_int))
 
 

@@ -103,7 +103,6 @@ class GenerationEngine:
         ]
 
     def is_idle(self) -> bool:
-        """Whether every request has ended."""
         return self._scheduler.is_idle()
 
     def run(self, requests: Sequence[Request]) -> list[Completion]:

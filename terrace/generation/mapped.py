@@ -94,8 +94,6 @@ def _mapped(
 
 @dataclass
 class _Sequence:
-    """The address range of a sequence and the pages mapped into it."""
-
     address: int
     slots: Tensor  # (positions, layers, tensors, K, D)
     mapped: list[int] = field(default_factory=list)  # physical page by page index in the range, -1 if unmapped

@@ -21,7 +21,6 @@ class PageCounts:
         return self._free
 
     def holders(self, page: int) -> int:
-        """Number of sequences that use a page."""
         return self._holders[page]
 
     def take(self, after: int = -1) -> int:

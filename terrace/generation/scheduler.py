@@ -88,7 +88,6 @@ class Scheduler:
         self._slot_copies: list[tuple[int, int]] = []
 
     def is_idle(self) -> bool:
-        """Whether every request has ended."""
         return not self._running and not self._waiting
 
     def check(self, request: Request) -> None:
@@ -275,7 +274,6 @@ class Scheduler:
         return len(group.members) - (self._most_pages(*group.requests) <= len(group.held))
 
     def _readers(self) -> dict[tuple[tuple[int, ...], int], list[SequenceGroup]]:
-        """Running sequences by (prompt, begin)."""
         found: dict[tuple[tuple[int, ...], int], list[SequenceGroup]] = {}
         for group in self._running:
             found.setdefault((group.prompt, group.begin), []).append(group)

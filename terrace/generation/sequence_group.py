@@ -45,7 +45,6 @@ class SequenceGroup:
 
     @property
     def number(self) -> int:
-        """Id of the oldest request."""
         return self.members[0].number
 
     @property
@@ -67,7 +66,6 @@ class SequenceGroup:
 
     @property
     def held(self) -> list[int]:
-        """Pages that this group still references."""
         return self.pages[self.num_dropped :]
 
     def branch(self, members: list[Member]) -> "SequenceGroup":

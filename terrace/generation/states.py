@@ -63,7 +63,6 @@ class StatePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return sum(each.nbytes for layer in self.memory for each in layer)
 
     def prepare(self, spans: Sequence[tuple[int, int, int]]) -> None:

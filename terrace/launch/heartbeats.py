@@ -91,7 +91,6 @@ class HeartbeatStore:
         return self._verdict(self._store.compare_set("verdict", "", own))
 
     def verdict(self) -> str | None:
-        """The published verdict, or None."""
         return self._verdict(self._store.get("verdict")) if self._store.check(["verdict"]) else None
 
     def _verdict(self, raw: bytes) -> str:

@@ -19,7 +19,6 @@ _MAX_SHOWN = 8  # machines in the line of the map
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -88,7 +88,6 @@ class ProcessPool:
         ask(*self._world(), name)
 
     def beats(self, world_size: int) -> HeartbeatStore:
-        """The heartbeats of the ranks of the current call."""
         return beats_of(*self._world(), world_size)
 
     def _world(self) -> tuple[Any, Seal]:

@@ -37,7 +37,6 @@ class Silence:
 
 
 def beats_of(store: Store, seal: Seal, world_size: int) -> HeartbeatStore:
-    """The heartbeats in a world's store, for a process outside the world."""
     return HeartbeatStore(PrefixStore(BEATS, store), -1, world_size, INTERVAL_S, seal.within(BEATS))
 
 

@@ -144,7 +144,6 @@ class Watchdog:
         self._figures = self._own_times.figures()
 
     def name_island(self, number: int) -> None:
-        """Names this rank's island in messages from now on."""
         self._whereabouts = f"island {number}, {self._whereabouts}"
 
     def begin(self) -> None:

@@ -132,7 +132,6 @@ def _run(job: PoolJob, port: int, send: Any) -> Report:
 
 
 def failure(number: int, rank: int, error: BaseException) -> Report:
-    """Report of an error in a rank's part of a call."""
     message, trace = str(error), "".join(traceback.format_exception(error))
     if isinstance(error, HangError):
         return Report(number, rank, "hang", message=message)

@@ -84,7 +84,6 @@ class PerLength(dict[object, Any]):
     """Cache of values that depend on a sequence length; keeps only a few."""
 
     def made(self, key: object, make: Callable[[], _Value]) -> _Value:
-        """Cached result of `make` for `key`."""
         # Clearing is simpler than evicting and bounds the memory.
         if key not in self and len(self) >= _MAX_KEPT:
             self.clear()
@@ -135,8 +134,6 @@ MaskPlan = MaskPieces | Tensor | Declared | None  # the tensor is a mask (B or 1
 
 
 class Plans(Protocol):
-    """Source of the mask plans of a layer."""
-
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
         """Mask plan for query (B, N, S, D) and, if rows have several documents, their `positions` (B, S)."""
         ...

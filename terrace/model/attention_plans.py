@@ -114,14 +114,12 @@ class AttentionPlans:
         return self.made(positions, query)
 
     def made(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
-        """The plan, from the cache or newly built."""
         queries = Queries.of(query)
         if positions is not None:
             return self._packed.get(positions, (queries, self.choice), lambda: self.build(positions, queries))
         return self._whole.made((queries, self.choice), lambda: self.build(None, queries))
 
     def build(self, positions: Tensor | None, queries: Queries) -> MaskPlan:
-        """A new plan, as `plan`."""
         is_windowed = 0 < self.window < queries.sequence
         is_cut = positions is not None or is_windowed
         kernel = self._kernel(queries, is_cut=is_cut)
@@ -263,7 +261,6 @@ def _case(
 
 
 def choose_kernel(blocks: Iterable[nn.Module], choice: AttentionChoice) -> None:
-    """Set the attention kernel of all layers in `blocks`."""
     for block in blocks:
         for module in block.modules():
             plans = getattr(module, "plans", None)

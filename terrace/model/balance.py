@@ -43,10 +43,8 @@ class BalanceConfig:
 
     @property
     def losses(self) -> tuple[str, ...]:
-        """The losses that are on."""
         return tuple(name for name in LOSSES if getattr(self, name))
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The keys that are on."""
         return tuple(item.name for item in fields(self) if getattr(self, item.name))

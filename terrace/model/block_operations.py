@@ -41,7 +41,6 @@ SCORE = "score.weight"  # parameter of a scalar head, here and in weight files
 
 @lru_cache(maxsize=256)
 def embedding_operations(config: ModelConfig) -> Operations:
-    """Operations of the embedding block."""
     stream, positions = _stream(config), config.max_positions if config.learned_positions else 0
     target = Tensor(OUTPUT, stream)
     look_up = LookUp(

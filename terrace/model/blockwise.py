@@ -143,7 +143,6 @@ class Sums:
         self._sum = _collected(like, runs, self._adds)
 
     def add(self, run: Run, grad: Tensor) -> None:
-        """Add the gradient of a run."""
         if self._sum is None:
             self._sum = grad
         elif self._adds:

@@ -15,8 +15,6 @@ from terrace.model.attention import NO_SINKS, MaskPlan
 
 
 class LayerCache(Protocol):
-    """Cached keys and values of one layer."""
-
     @property
     def continues(self) -> bool:
         """Whether the cache does the masking itself, so that no mask plan is needed."""
@@ -48,8 +46,6 @@ class StatePart(Protocol):
 
 @runtime_checkable
 class StateCache(Protocol):
-    """The states of one linear layer."""
-
     @property
     def parts(self) -> Sequence[StatePart]:
         """All spans of the current step, in order."""

@@ -190,7 +190,6 @@ class ModelConfig:
 
     @property
     def own_experts(self) -> ExpertsConfig:
-        """The experts of a layer that has some."""
         assert self.experts is not None, "a layer without experts has no mixture"
         return self.experts
 
@@ -201,7 +200,6 @@ class ModelConfig:
 
     @property
     def learned_positions(self) -> bool:
-        """Whether the embedding block has learned positions."""
         return not FAMILIES[self.family].theta_key
 
     @property

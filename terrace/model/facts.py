@@ -16,12 +16,10 @@ def family_of(config: ModelConfig) -> str:
 
 
 def layers_of(config: ModelConfig) -> int:
-    """Number of layers."""
     return config.num_layers
 
 
 def vocabulary_size(config: ModelConfig) -> int:
-    """Number of rows of the embedding."""
     return config.vocab_size
 
 
@@ -102,7 +100,6 @@ def is_causal(config: ModelConfig) -> bool:
 
 
 def refuse_non_causal(config: ModelConfig) -> None:
-    """Raise `ModelError` for a model that is not causal."""
     if config.experts is not None and config.experts.is_noncausal:
         raise ModelError(
             f"gate = {config.experts.gate!r}: {LOOKS_AHEAD}, so the model can neither "

@@ -37,7 +37,6 @@ class Dim(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.units * self.size
 
 
@@ -68,12 +67,10 @@ class Operation:
 
     @property
     def source(self) -> Tensor:
-        """Its first operand."""
         return self.reads[0]
 
     @property
     def target(self) -> Tensor:
-        """Its first result."""
         return self.writes[0]
 
 
@@ -108,12 +105,10 @@ class Product(Operation):
 
     @property
     def inputs(self) -> Dim:
-        """Features read."""
         return self.source.features
 
     @property
     def outputs(self) -> Dim:
-        """Features written."""
         return self.target.features
 
     @property
@@ -252,7 +247,6 @@ class Mixture(Operation):
 
     @property
     def hidden(self) -> Dim:
-        """Features of a token."""
         return self.source.features
 
 
@@ -326,7 +320,6 @@ class Operations:
         return iter(self.each)
 
     def of(self, kind: type[_Operation]) -> list[_Operation]:
-        """Operations of type `kind`."""
         return [operation for operation in self.each if isinstance(operation, kind)]
 
     @cached_property

@@ -43,7 +43,6 @@ class ParamSpec:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Its shape before slicing."""
         return self.whole or self.shape
 
     @property
@@ -81,7 +80,6 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is a matrix, or a stack of matrices."""
         return len(self.part_shape) == 2
 
     @property

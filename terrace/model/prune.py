@@ -191,7 +191,6 @@ def readers(operations: Operations) -> dict[str, Product]:
 
 
 def sizes_words(config: ModelConfig) -> str:
-    """The sizes that pruning changes, in words."""
     heads = f"{counted(config.num_heads, 'head')} on {counted(config.num_kv_heads, 'key-value head')}"
     inner = f"{config.intermediate_size} inner features"
     if config.experts is not None:

@@ -106,7 +106,6 @@ class Rotary:
 
 
 def rotary_of(config: ModelConfig) -> Rotary | None:
-    """RoPE of a layer, or None if it has none."""
     if not config.rotary_dim:
         return None
     return Rotary(config.rotary_dim, config.rope_theta, config.rope_scaling, config.rope_limit)

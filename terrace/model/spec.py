@@ -208,17 +208,14 @@ class BlockSpec:
 
     @cached_property
     def has_stacks(self) -> bool:
-        """Whether it has experts."""
         return any(param.is_stack for param in self.params)
 
     @cached_property
     def num_trainable(self) -> int:
-        """Number of trainable elements owned."""
         return sum(param.numel for param in self.params if param.trainable)
 
     @property
     def num_frozen(self) -> int:
-        """Number of frozen elements owned."""
         return sum(param.numel for param in self.params if not param.trainable)
 
 

@@ -67,12 +67,10 @@ def _parsed(entry: str) -> Recomputation:
 
 
 def input_pieces(plan: Plan, numel: int) -> tuple[Piece, ...]:
-    """The pieces of a block's input of `numel` elements."""
     return whole_pieces(plan.keep.piece, numel, FORMATS[plan.compute].element_bytes)
 
 
 def input_bytes(plan: Plan, numel: int) -> int:
-    """Bytes of these pieces on their medium."""
     return sum(piece.num_bytes for piece in input_pieces(plan, numel))
 
 

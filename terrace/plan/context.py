@@ -86,7 +86,6 @@ def tier_between(sizes: Sequence[int], rank: int, other: int) -> int:
 
 
 def ring_axes(plan: Plan) -> tuple[str, ...]:
-    """Axes that the ring of a context group spans."""
     return ("ring", "data") if plan.balance == "cost" else ("ring",)
 
 
@@ -96,7 +95,6 @@ def is_context_parallel(mesh: Mesh, plan: Plan) -> bool:
 
 
 def num_ring_ranks(mesh: Mesh, plan: Plan) -> int:
-    """Number of ring ranks in a context group."""
     return math.prod(mesh.group(*ring_axes(plan)))
 
 

@@ -113,7 +113,6 @@ class AttentionBytes:
     state: int = 0
 
     def on(self, tier: int) -> Sizes:
-        """Sizes in a tier's format."""
         return self.formats[tier] if self.formats else self._plain
 
     @cached_property
@@ -122,7 +121,6 @@ class AttentionBytes:
 
     @property
     def parts(self) -> int:
-        """Number of Ulysses ranks."""
         return prod(self.ulysses)
 
     def sends(self, message: ContextMessage) -> tuple[tuple[int, int], ...]:

@@ -27,7 +27,6 @@ def num_choices(block: BlockSpec) -> int:
 
 
 def experts_of(block: BlockSpec) -> ExpertsConfig | None:
-    """Config of a block's mixture of experts; None without one."""
     mixture = block.declared.mixture
     return mixture.experts if mixture.each and block.has_stacks else None
 

@@ -77,7 +77,6 @@ def is_router(param: ParamSpec) -> bool:
 
 
 def has_routers(blocks: Sequence["BlockSpec"]) -> bool:
-    """Whether any block has a router."""
     # Most blocks of a model share their parameters.
     distinct = {id(block.params): block.params for block in blocks}
     return any(is_router(param) for params in distinct.values() for param in params)

@@ -134,7 +134,6 @@ class ExpertTraffic:
         return ((message.tier, round(self._sent(message) * row_bytes)),)
 
     def wire(self, message: RoutedMessage) -> WireFormat:
-        """Wire format of a message's rows."""
         return (self.dispatch if message.message_class is MessageClass.DISPATCH else self.combine)[message.tier]
 
     def coding_bytes(self, message: RoutedMessage) -> float:

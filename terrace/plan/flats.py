@@ -101,7 +101,6 @@ class FlatParamSpec:
         return "fp32" if self.is_expert_bias and plan.compute == "bf16" else plan.compute
 
     def element_bytes(self, plan: Plan) -> int:
-        """Bytes per element of the working copy."""
         return CODES.element_bytes if self.is_coded else FORMATS[self.dtype(plan)].element_bytes
 
     def stored_bytes(self, plan: Plan, numel: int) -> int:

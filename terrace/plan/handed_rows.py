@@ -36,11 +36,9 @@ class Held:
         return Mesh.of(self.cluster, self.plan)
 
     def is_last(self, rank: int) -> bool:
-        """Whether a rank is on the last stage."""
         return self.mesh.stage(rank) == self.mesh.total("pipeline") - 1
 
     def rows(self, rank: int) -> tuple[int, ...]:
-        """The rows of a rank, in order."""
         return self._of_data_rank[self._layout.data_rank(rank)] if self.is_last(rank) else ()
 
     @cached_property
@@ -53,7 +51,6 @@ class Held:
 
     @cached_property
     def holders(self) -> dict[int, list[int]]:
-        """The ranks that hold each row."""
         found = defaultdict[int, list[int]](list)
         for rank in filter(self.is_last, range(self.cluster.world_size)):
             for row in self.rows(rank):

@@ -35,7 +35,6 @@ class TensorMessage(NamedTuple):
 
     @property
     def lane(self) -> int:
-        """The lane of messages inside blocks."""
         return INSIDE
 
 
@@ -54,13 +53,10 @@ class RoutedMessage(NamedTuple):
 
     @property
     def lane(self) -> int:
-        """The lane of its tier, shared with messages between blocks."""
         return self.tier
 
 
 class ContextLeg(StrEnum):
-    """Content and direction of a context message."""
-
     INTO = "into"  # attention's inputs, to the Ulysses ranks
     KEYS = "keys"  # keys and values of a round, to the ring rank that uses them next
     GRADIENTS = "gradients"  # of a round's keys and values, one round after those
@@ -81,10 +77,8 @@ class ContextMessage(NamedTuple):
 
     @property
     def message_class(self) -> MessageClass:
-        """CONTEXT."""
         return MessageClass.CONTEXT
 
     @property
     def lane(self) -> int:
-        """The lane of messages inside blocks."""
         return INSIDE

@@ -95,7 +95,6 @@ class Keep:
         return (*self.media, *((CORES,) if self.updates_on_host else ()))
 
     def on(self, medium: str) -> tuple[str, ...]:
-        """The states that are kept on a medium."""
         return tuple(state for state in KEPT if getattr(self, state) == medium)
 
     @cached_property

@@ -73,7 +73,6 @@ def groups(plan: Plan, flat: FlatParamSpec) -> tuple[Group, ...]:
 
 
 def pieces(plan: Plan, group: Group) -> tuple[Piece, ...]:
-    """The pieces of a group, in order."""
     return _pieces(group.formats, group.numel, plan.keep.piece)
 
 
@@ -98,12 +97,10 @@ def is_exact(formats: Sequence[str]) -> bool:
 
 
 def part_bytes(formats: Sequence[str], numel: int) -> tuple[int, ...]:
-    """Bytes of each state's part of a piece."""
     return tuple(-(-state_bytes(name, numel) // VECTOR) * VECTOR for name in formats)
 
 
 def piece_bytes(formats: Sequence[str], numel: int) -> int:
-    """Bytes of a piece of `numel` elements."""
     return with_mark(sum(part_bytes(formats, numel)))
 
 

@@ -39,12 +39,10 @@ class RowPages:
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Bytes of each state in a record."""
         return tuple(self.width * FORMATS[name].element_bytes for name in self.formats)
 
     @cached_property
     def record_bytes(self) -> int:
-        """Bytes of a record."""
         return sum(self.state_bytes)
 
     @cached_property
@@ -54,17 +52,14 @@ class RowPages:
 
     @cached_property
     def rows_of_page(self) -> int:
-        """Rows of a page."""
         return 1 if self.medium == HOST else (self.page_bytes - MARK_BYTES) // self.record_bytes
 
     @cached_property
     def num_pages(self) -> int:
-        """Pages of all rows."""
         return -(-self.num_rows // self.rows_of_page)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the medium."""
         return self.num_pages * self.page_bytes
 
     def of_look_up(self, num_rows: int, num_new_pages: int) -> int:

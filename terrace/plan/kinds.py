@@ -27,7 +27,6 @@ class Kinds:
 
     @classmethod
     def of(cls, blocks: Sequence[BlockSpec]) -> "Kinds":
-        """The kinds of a model's blocks."""
         specs: list[tuple[BlockSpec, bool]] = []
         order: list[int] = []
         for index, block in enumerate(blocks):
@@ -47,7 +46,6 @@ class Kinds:
 
     @cached_property
     def specs(self) -> tuple[BlockSpec, ...]:
-        """The first block of each kind."""
         return tuple(self.blocks[index] for index in self.first)
 
     def sliced(self, degrees: Mapping[str, int], stacks: tuple[int, int] = (1, 1)) -> tuple[BlockSpec, ...]:

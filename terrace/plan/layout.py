@@ -181,7 +181,6 @@ class Layout:
 
     @property
     def ranks(self) -> Mesh:
-        """The mesh of the joined ranks."""
         assert self.mesh is not None, "only a layout of a plan knows its ranks"
         return self.mesh
 

@@ -145,7 +145,6 @@ class Mesh:
         return found | {axis: math.prod([found[part] for part in parts]) for axis, parts in _FACTORED.items()}
 
     def total(self, axis: str) -> int:
-        """Degree of an axis over all tiers."""
         return self._totals[axis]
 
     @cached_property
@@ -154,7 +153,6 @@ class Mesh:
         return self.total("tensor"), self.total("columns"), self.total("ulysses"), self.total("ring")
 
     def tiers(self, axis: str) -> tuple[int, ...]:
-        """The tiers on which the axis has more than one rank."""
         return tuple(tier for tier, degree in enumerate(self.group(axis)) if degree > 1)
 
     @cached_property

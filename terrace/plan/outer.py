@@ -30,7 +30,6 @@ class Exchange(NamedTuple):
 
     @property
     def applies(self) -> tuple[int, ...]:
-        """Fragments that are applied now."""
         return (*self.arrives, *(self.starts if self.waits else ()))
 
 
@@ -58,17 +57,14 @@ class Outer:
 
     @property
     def rate(self) -> float:
-        """Learning rate of the outer step."""
         return _RATES[self.optimizer] if self.lr is None else self.lr
 
     @property
     def beta(self) -> float:
-        """Momentum of the outer step."""
         return _MOMENTA[self.optimizer] if self.momentum is None else self.momentum
 
     @property
     def has_islands(self) -> bool:
-        """Whether there are several islands."""
         return self is not ONE_ISLAND and self != ONE_ISLAND  # fast path: nearly all have one
 
     def tier_between(self, cluster: "Cluster") -> int:
@@ -97,7 +93,6 @@ class Outer:
         return self.delay == self.every
 
     def fragment(self, block: int) -> int:
-        """The fragment of a block."""
         return block % max(1, self.fragments)
 
     def exchange(self, step: int, under_way: Collection[int]) -> Exchange:

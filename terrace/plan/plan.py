@@ -155,7 +155,6 @@ class Plan:
 
     @property
     def fuses_tensor(self) -> bool:
-        """Whether matmuls are fused with their tensor messages."""
         return self.tensor_chunks == FUSED
 
     @property
@@ -174,7 +173,6 @@ class Plan:
         return bool(self.experts) and any(name not in self.expert_chunks for name in EXPERT_CHUNKS)
 
     def with_routing_of(self, other: "Plan") -> "Plan":
-        """The plan with `expert_chunks` and `expert_gaps` of `other`."""
         return replace(self, expert_chunks=other.expert_chunks, expert_gaps=other.expert_gaps)
 
     def with_whole_stacks(self) -> "Plan":
@@ -197,7 +195,6 @@ class Plan:
         return self.expert_gaps == "auto"
 
     def with_gaps(self, shares: tuple[float, ...]) -> "Plan":
-        """The plan with these `expert_gaps`."""
         return replace(self, expert_gaps=shares)
 
     @property

@@ -48,11 +48,9 @@ class BlockPruning:
 
     @property
     def is_on(self) -> bool:
-        """Whether blocks are set to zero."""
         return bool(self.blocks)
 
     def num_zero(self, num_blocks: int) -> int:
-        """How many of a matrix's blocks are zero."""
         return round(self.share * num_blocks)
 
 

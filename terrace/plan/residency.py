@@ -55,7 +55,6 @@ class Residency:
 
 
 def visits(stage: Stage) -> list[Visit]:
-    """The visits of one step, in order."""
     found: list[Visit] = []
     for group in stage.groups:
         # Weight gradients read no parameters.

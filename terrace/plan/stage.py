@@ -103,7 +103,6 @@ class Stage:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether any group is a backward."""
         return any(group.pass_ is not Pass.FORWARD for group in self.groups)
 
     def passes(self) -> Iterator[tuple[Group, int, int]]:
@@ -146,7 +145,6 @@ def units(num_micros: int, unit: int) -> list[range]:
 
 
 def count_units(num_micros: int, unit: int) -> int:
-    """Number of units of micro-batches."""
     return -(-num_micros // unit)
 
 

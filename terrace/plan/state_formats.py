@@ -21,7 +21,6 @@ def num_state_blocks(numel: int) -> int:
 
 
 def state_bytes(name: str, numel: int) -> int:
-    """Bytes of one state of `numel` elements, stored as `name`."""
     if name != BLOCK_STATES:
         return numel * FORMATS[name].element_bytes
     return numel + STATE_SCALE_BYTES * num_state_blocks(numel)

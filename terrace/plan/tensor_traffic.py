@@ -53,7 +53,6 @@ class TensorTraffic:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on a rank."""
         return self.shape[0] * self.shape[1]
 
     @property
@@ -72,12 +71,10 @@ class TensorTraffic:
 
     @property
     def degree(self) -> int:
-        """Number of tensor ranks."""
         return self.both.degree
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Degree of each axis."""
         return {"columns": self.columns.degree, "rows": self.rows.degree}
 
     @property
@@ -100,7 +97,6 @@ class TensorTraffic:
         return {rows.axes: rows, columns.axes: columns, both.axes: both, sharing.axes: sharing}[axes]
 
     def hops(self, message: TensorMessage) -> list[Hop]:
-        """The hops of a gather or reduction."""
         return line_hops(self.line(message.axes), self.plan, message.leg, message.numel)
 
     def sends(self, message: TensorMessage) -> Iterator[tuple[int, int]]:

@@ -44,8 +44,6 @@ from terrace.base.errors import PlanError, did_you_mean
 
 
 class MessageClass(StrEnum):
-    """Payload of a message."""
-
     GATHER = "gather"  # parameters, for a forward
     GATHER_BACKWARD = "gather_backward"  # parameters, for a backward
     REDUCE = "reduce"  # gradients of a unit of micro-batches, up to the grads tier
@@ -165,7 +163,6 @@ class WireFormat:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element of a dtype."""
         assert not self.block, f"{self.name} has no whole bytes an element"
         return self.bits // 8
 

@@ -88,8 +88,6 @@ _Turns = list[tuple[float, Callable[[], Iterable[Entry]]]]  # the cheapest last
 
 
 class Choices:
-    """The choices of one space."""
-
     def __init__(self, space: Space, prices: Prices, floors: Floors, fitting: Fitting) -> None:
         self.space, self.task = space, space.task
         self.prices, self.floors, self.fitting = prices, floors, fitting
@@ -136,7 +134,6 @@ class Choices:
         yield from self._in_turn(candidate, turns, margin)
 
     def groups(self) -> Iterator[Entry]:
-        """The groups of the space."""
         for group in groups(self.space, by_tokens=self.prices.estimator.computes_by_tokens):
             self.num_shapes += len(group.alike)
             mesh, micro_batch = group.member.mesh, group.alike[0][1]
@@ -189,7 +186,6 @@ class Choices:
             yield step_s + least_exposed_s(possible, *hidden_s, halves=has_halves(schedule)), schedule, chunks
 
     def _scheduled(self, group: Group, candidate: Candidate, possible: Sequence[Exposed]) -> Iterator[Entry]:
-        """The group with each schedule."""
         for halves, named in self.group_prices.some_schedule(candidate.mesh.total("pipeline")):
             works = self.group_prices.works(group, candidate._replace(schedule=named))
             for price_s, schedule, chunks in self._exposing(group, works, possible):
@@ -250,7 +246,6 @@ class Choices:
         return [(each.least_s(*hidden, halves=halves), each.placement) for each in possible]
 
     def _placed(self, group: Group, candidate: Candidate, paces: _Paces) -> Iterator[Entry]:
-        """The placed candidate, in every unit."""
         if takes_unit(candidate.schedule):
             each: Sequence[int] = (candidate.unit,)
         else:

@@ -24,8 +24,6 @@ class Cut(NamedTuple):
 
 
 class Cuts:
-    """The cuts of one model, cached."""
-
     def __init__(self, split: Split, has_stacks: Sequence[bool]) -> None:
         self.split, self._has_stacks = split, has_stacks
         self._known: dict[tuple[object, ...], Cut] = {}

@@ -20,7 +20,6 @@ StackForm = tuple[tuple[int, ...], tuple[int, ...]]  # ranks per tier that hold 
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """Divisors in ascending order."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 

@@ -60,8 +60,6 @@ class Seconds(NamedTuple):
 
 
 class Estimator:
-    """Seconds and bytes of one task."""
-
     def __init__(self, task: Task) -> None:
         self.task, self.specs, self.split = task, task.kinds.specs, Split(task)
         self.item = FORMATS[task.compute].element_bytes
@@ -89,7 +87,6 @@ class Estimator:
         self._layouts: dict[tuple[tuple[int, ...], Placement], tuple[Layout, Plan]] = {}
 
     def work(self, mesh: Mesh, micro_batch: int, recompute: int = 0) -> Work:
-        """Work of one rank on a micro-batch."""
         key = (mesh.inside_degrees, mesh.stack_degrees, micro_batch, recompute)
         found = self._works.get(key)
         if found is None:
@@ -211,11 +208,9 @@ class Estimator:
         return found
 
     def chunks(self, mesh: Mesh, micro_batch: int) -> Numbers:
-        """Numbers of chunks of expert tokens."""
         return self.experts.chunks(mesh, self.work(mesh, micro_batch), self.accumulates(mesh, micro_batch))
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate, including the chunks of its experts."""
         plan = plan_of(self.task, candidate)
         if not candidate.mesh.divides_stacks:
             return plan
@@ -373,7 +368,6 @@ class Estimator:
         return gathered if layout.frees else 0, 0 if accumulates_in_place(layout) else reduced
 
     def memory_bytes(self, candidate: Candidate, needs: Needs, num_micros: int) -> dict[str, int]:
-        """Bytes by category on a rank of a stage."""
         task = self.task
         cluster, plan = task.whole(self._plan(candidate))
         chunks = [self._blocks_of(kinds_of(runs)) for runs in needs.part.chunks]

@@ -29,8 +29,6 @@ _Priced = tuple[RoutedSeconds, Divided]
 
 
 class Experts:
-    """Experts of one task."""
-
     def __init__(self, task: Task) -> None:
         self.task = task
         specs, order = task.kinds.specs, task.kinds.order
@@ -44,7 +42,6 @@ class Experts:
         self._least: dict[tuple[object, ...], Divided] = {}
 
     def chunks(self, mesh: Mesh, work: Work, accumulate: bool) -> Numbers:
-        """Numbers of chunks for a mesh."""
         if not mesh.divides_stacks or not self.task.runs_all:
             return _WHOLE
         key = (_division(mesh), *_load(work), accumulate)

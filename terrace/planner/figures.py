@@ -30,7 +30,6 @@ def hfu(task: Task, estimate: Estimate, *, full: bool = False) -> float:
 
 
 def tokens_per_s(task: Task, estimate: Cost) -> float:
-    """Tokens per second of all devices."""
     return task.batch * task.sequence / estimate.step_s
 
 

@@ -48,7 +48,6 @@ class Form(NamedTuple):
     micro_batch: int
 
     def whole(self, group: Group) -> Mesh:
-        """The mesh, with the group's division of stacks."""
         mesh = self.mesh.with_stacks_of(group.shape.mesh)
         return mesh.with_ulysses(self.ulysses) if self.ulysses else mesh
 

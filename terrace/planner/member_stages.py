@@ -86,7 +86,6 @@ def _just_enough(play: Play, links: Sequence[tuple[float, float]], allowed: Allo
 
 
 def _ordered(task: Task, plan: Plan) -> Prediction:
-    """The step with the best order of members."""
     found, cluster = list[Prediction](), task.cluster
     size = cluster.tiers[-1].size
     if size <= MOST_TRIED:

@@ -30,7 +30,6 @@ class Memory:
         self._held: dict[tuple[object, ...], list[tuple[list[float], float]]] = {}
 
     def whole_bytes(self, candidate: Candidate, cut: Cut) -> float:
-        """Estimated memory of the fullest stage."""
         mesh, micro_batch, placement = candidate.mesh, candidate.micro_batch, candidate.placement
         estimator, micros = self.estimator, num_micros(self.task, candidate)
         states = estimator.group_bytes(mesh, placement)

@@ -96,8 +96,6 @@ class Lines(NamedTuple):
 
 
 class StateMessages:
-    """The messages of one task's states, cached."""
-
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
         most = max([sum(param.numel for param in spec.params) for spec in estimator.specs], default=0)
@@ -108,7 +106,6 @@ class StateMessages:
         self._controls: dict[tuple[int, ...], float] = {}
 
     def of(self, mesh: Mesh, placement: Placement) -> Messages:
-        """Messages of the blocks of a mesh."""
         degrees = groups_of(mesh)
         key = mesh.inside_degrees[:2], mesh.stack_degrees, degrees, placement
         found = self._of.get(key)

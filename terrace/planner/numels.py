@@ -48,8 +48,6 @@ def groups_of(mesh: Mesh) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, 
 
 
 class Numels:
-    """Parameters of the blocks of one model."""
-
     def __init__(self, kinds: Kinds, element_bytes: int) -> None:
         self.kinds, self._found = kinds, dict[tuple[object, ...], _Found]()
         self._element_bytes = element_bytes  # of the compute dtype
@@ -59,7 +57,6 @@ class Numels:
         return self._sum(self._of(mesh).flats)
 
     def trained(self, mesh: Mesh) -> _Numels:
-        """Trainable parameters of `all`."""
         return self._sum(flat for flat in self._of(mesh).flats if flat.trainable)
 
     def coded(self, mesh: Mesh) -> _Numels:

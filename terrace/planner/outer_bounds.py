@@ -32,7 +32,6 @@ class OuterBounds:
     fragments: Range
 
     def loop(self, every: int, delay: int, fragments: int) -> Outer:
-        """The loop with these numbers."""
         return replace(self.outer, every=every, delay=delay, fragments=fragments)
 
     def waiting(self) -> "OuterBounds | None":

@@ -144,5 +144,4 @@ def outlook(cluster: Cluster, prediction: Prediction, num_machines: int) -> Outl
 
 
 def largest_shard(programs: Sequence[Program]) -> int:
-    """Bytes of the largest shard that a rank saves."""
     return max(part_bytes(program, program.mesh.at_stage(0, program.stage.index)) for program in programs)

@@ -142,12 +142,10 @@ def neediest(parts: Sequence[Part], waiting: Waiting, dues: Waiting) -> tuple[Ne
 
 
 def kinds_of(runs: Runs) -> list[int]:
-    """Kind of each block of `runs`."""
     return [kind for kind, count in runs for _ in range(count)]
 
 
 def work_of_runs(works: Sequence[Work], runs: Runs) -> Work:
-    """Seconds of all blocks of `runs`."""
     forward_s = backward_s = weight_s = 0.0
     for kind, count in runs:  # a search asks for every stage and schedule
         forward, backward, weight = works[kind]

@@ -75,11 +75,9 @@ class Prices:
         self._works: dict[tuple[object, ...], list[Work]] = {}
 
     def step_s(self, candidate: Candidate) -> float:
-        """The price of a whole candidate."""
         return self.placed_s(candidate, self.pace(candidate, self.works(candidate)))
 
     def placed_s(self, candidate: Candidate, pace: Pace) -> float:
-        """The price of a candidate, from its pace."""
         return pace.step_s + self.exposed_s(candidate, pace)
 
     # Seconds of blocks and stages.
@@ -171,7 +169,6 @@ class Prices:
         return Pace(step_s, works, cut, before_s, after_s)
 
     def contents(self, candidate: Candidate) -> tuple[Runs, ...]:
-        """Blocks of each virtual stage."""
         if candidate.schedule == SERIAL:
             return (self.whole,)
         works = self.works(candidate._replace(first=0))

@@ -51,7 +51,6 @@ class Estimate(Cost):
 
 
 def ranked(estimates: Iterable[Estimate]) -> list[Estimate]:
-    """Estimates, best first."""
     found = []
     for group in _groups(sorted(estimates, key=lambda each: each.step_s)):
         found += sorted(group, key=lambda each: each.simplicity)

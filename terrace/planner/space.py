@@ -66,7 +66,6 @@ class Group(NamedTuple):
 
     @property
     def members(self) -> list[tuple[OpenMesh, int]]:
-        """The shapes with their micro-batches."""
         return [(self._divided(shape), micro_batch) for shape, micro_batch in self.alike]
 
     @property
@@ -313,7 +312,6 @@ def _tier_degrees(size: int, axes: tuple[str, ...], most_columns: int = 1) -> tu
 
 
 def placements(space: Space, mesh: Mesh) -> tuple[Placement, ...]:
-    """Placements for a mesh, innermost first."""
     if space.placements is not None:
         return space.placements
     ranges = {name: span for name, span in space.pins.ranges.items() if name in (*_STATES, "params_backward")}
@@ -376,7 +374,6 @@ def units(space: Space, num_micros: int, placement: Placement, pipelined: bool) 
 
 
 def passing_units(space: Space, num_micros: int) -> tuple[int, ...]:
-    """Divisors of `num_micros` that the pins allow as a unit."""
     options = divisors(num_micros)
     longest = LONGEST_ROUNDED_UNIT if space.task.runs_all else 1
     return tuple(unit for unit in options if unit <= longest and space.pins.allows("unit", unit))

@@ -164,12 +164,10 @@ def passes_rounds(schedule: str, num_stages: int, num_chunks: int, num_micros: i
 
 
 def has_halves(schedule: str) -> bool:
-    """Whether a schedule splits its backwards."""
     return schedule != SERIAL and traits()[schedule].split
 
 
 def placement_of(schedule: str, num_stages: int, num_chunks: int) -> Placement:
-    """The virtual stages of every stage under a schedule."""
     return v_shaped(num_stages) if traits()[schedule].folded else looped(num_stages, num_chunks)
 
 

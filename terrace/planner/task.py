@@ -48,7 +48,6 @@ class Islands:
     formats: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def joined(self, plan: Plan) -> Plan:
-        """The plan of all islands, from the plan of one."""
         if self.num == 1:
             return plan
         wire = {**plan.wire, MessageClass.OUTER.value: self.formats} if self.formats else plan.wire
@@ -155,7 +154,6 @@ class Task:
 
     @cached_property
     def recomputations(self) -> Recomputations:
-        """The choices of recomputation."""
         # Imported here: only a search prices operations.
         from terrace.planner.operations import recomputations_of
         from terrace.simulate.masks import has_flash_attention
@@ -190,7 +188,6 @@ class Task:
 
     @cached_property
     def most_stages(self) -> int:
-        """Maximum number of pipeline stages."""
         # Messages between stages are sized by the hidden size.
         return max(1, len(self.inner) + self.ends) if declared_hidden_size(self.kinds.specs) else 1
 
@@ -248,7 +245,6 @@ class Task:
 
     @property
     def peak_flops_per_s(self) -> float:
-        """Peak of one device in the compute dtype."""
         return self.cluster.device.peak_flops_per_s[self.compute]
 
 
@@ -290,7 +286,6 @@ def num_micros(task: Task, candidate: Candidate) -> int:
 
 
 def plan_of(task: Task, candidate: Candidate, name: str = "planned") -> Plan:
-    """The candidate as a plan."""
     tiers = [tier.name for tier in task.cluster.tiers]
     params, grads, optimizer, backward = ("device" if place < 0 else tiers[place] for place in candidate.placement)
     # A tier with nothing but data ranks needs no row.
@@ -323,7 +318,6 @@ def with_tensor_chunks(task: Task, mesh: Mesh, plan: Plan) -> Plan:
 
 
 def with_dtypes(task: Task, plan: Plan) -> Plan:
-    """A plan with the task's dtypes."""
     return replace(
         plan,
         **precision_of(task),

@@ -48,7 +48,6 @@ class Point:
 
     @property
     def per_device(self) -> float:
-        """Tokens per second and device."""
         return self.tokens_per_s / self.task.cluster.world_size
 
     def cost_per_million(self, price_per_hour: float) -> float:

@@ -19,13 +19,11 @@ class Ranks:
 
 
 def launcher_variables() -> dict[str, str]:
-    """The set variables of launchers and communication libraries."""
     found = {name: os.environ[name] for name in (*names(), *_OTHERS) if name in os.environ}
     return found | {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
 
 
 def environment_variables() -> Mapping[str, str]:
-    """All variables of this process."""
     return dict(os.environ)
 
 

@@ -315,7 +315,6 @@ def bus_share(seconds: tuple[float, float], together_s: float, penalties: tuple[
 
 
 def mean_error(priced: Sequence[float], measured: Sequence[float]) -> float:
-    """Mean of |priced - measured| / measured."""
     return sum(abs(a - b) / b for a, b in zip(priced, measured, strict=True)) / len(measured)
 
 

@@ -75,8 +75,6 @@ class PairSample:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """All measurements of one probe."""
-
     device: str  # "cpu" or "cuda"
     num_cores: int  # streaming multiprocessors; 0 on a CPU
     gemms: tuple[GemmSample, ...]

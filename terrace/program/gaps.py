@@ -40,7 +40,6 @@ def may_be_in_gaps(model: "ShardedModel", op: Op, block: int) -> bool:
 
 
 def has_gaps(model: "ShardedModel", instruction: Instruction) -> bool:
-    """Whether `instruction` is a pass with gaps."""
     if not model.plan.gap_shares or instruction.op not in PASSES:
         return False
     steps = model.block_program(instruction.block).routed_steps(instruction.op)

@@ -39,8 +39,6 @@ from terrace.program.phase import Phase
 
 
 class Op(StrEnum):
-    """The operation of an instruction."""
-
     GATHER = "GATHER"
     FREE = "FREE"
     FORWARD = "FORWARD"

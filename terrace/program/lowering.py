@@ -275,7 +275,6 @@ def restoring_program(program: Program) -> Program:
 
 
 def step_end(program: Program) -> Iterator[Instruction]:
-    """The instructions after the passes of the training step `program`."""
     stage, blocks = program.stage, program.blocks
     # TIE before CLIP: the norm is over the sum of both stages' gradients.
     for block, peer in stage.ties:

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 def message_of(
     model: "ShardedModel", stage: Stage, phase: Phase, exchange: Exchange, instruction: Instruction
 ) -> Message:
-    """Message of a communicating instruction of a stage's program."""
     message_class, block = instruction.message_class, instruction.block
     assert message_class is not None, f"{instruction} sends nothing"
     if instruction.op is Op.TIE:

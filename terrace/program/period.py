@@ -29,7 +29,6 @@ class Turn:
 
     @property
     def phase(self) -> Phase:
-        """The phase of its programs."""
         return self.programs[0].phase
 
     @property
@@ -46,12 +45,10 @@ class Period:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages."""
         return len(self.turns[0].programs)
 
     @property
     def num_steps(self) -> int:
-        """Number of training steps."""
         return sum(turn.times for turn in self.turns if turn.phase is Phase.TRAIN)
 
     def runs(self, stage: int) -> Iterator[Program]:
@@ -61,7 +58,6 @@ class Period:
                 yield turn.programs[stage]
 
     def sent_bytes(self, stage: int = 0) -> dict[tuple[MessageClass, str], int]:
-        """Bytes that each rank of a stage sends, by message class and tier."""
         total = Counter[tuple[MessageClass, str]]()
         for turn in self.turns:
             total.update({key: turn.times * size for key, size in turn.programs[stage].sent_bytes.items()})

@@ -4,8 +4,6 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """The purpose of a program."""
-
     TRAIN = "train"  # a training step
     FORWARD = "forward"  # an evaluation, only forwards
     OUTER = "outer"  # a separate exchange after the last step, so that islands agree

@@ -66,12 +66,10 @@ class Program:
 
     @property
     def trains(self) -> bool:
-        """Whether this is a training step."""
         return self.phase is Phase.TRAIN
 
     @property
     def num_micros(self) -> int:
-        """Micro-batches per step."""
         return self.stage.num_micros
 
     @cached_property
@@ -80,7 +78,6 @@ class Program:
         return any(flat.layout.has_secondary for block in self.stage.held for flat in self.model.flats[block])
 
     def peer(self, rank: int, instruction: Instruction) -> int:
-        """The peer rank of `rank` for a SEND, RECV or TIE."""
         return self.mesh.at_stage(rank, instruction.peer)
 
     @cached_property
@@ -182,7 +179,6 @@ class Program:
 
     @cached_property
     def buffers(self) -> tuple[Buffer, ...]:
-        """Model-state buffers on a rank."""
         return state_buffers(self.model, self.stage, self.instructions, self.messages)
 
     @cached_property

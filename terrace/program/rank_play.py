@@ -111,7 +111,6 @@ class RankPlay:
         return items[head].position if head < len(items) else len(self.programs[rank].instructions)
 
     def group(self, rank: int, item: Item) -> tuple[int, ...]:
-        """The ranks that participate in a collective or TIE."""
         if item.ranks is None:  # a TIE is between two
             return tuple(sorted((rank, self.programs[rank].peer(rank, item.instruction))))
         return item.ranks.peers(rank, item.tier)

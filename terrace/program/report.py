@@ -25,7 +25,6 @@ class StepReport:
 
     @property
     def step_s(self) -> float:
-        """Duration of the step in seconds."""
         return sum(self.time_s.values())
 
 

@@ -75,7 +75,6 @@ class Routed:
         return TableTraffic.of(self.tensor, self.blocks[block])
 
     def sizes(self, block: int) -> ExpertTraffic | TableTraffic:
-        """Message sizes of the tokens or ids that a block routes."""
         found = self.look_ups(block)
         return found if found.tiers else self.traffic(block)
 

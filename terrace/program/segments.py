@@ -23,7 +23,6 @@ class Run(NamedTuple):
     micro: int
 
     def later(self, micros: int) -> "Run":
-        """The run `micros` micro-batches later."""
         return self if self.micro < 0 else Run(self.body, self.micro + micros)
 
 
@@ -93,7 +92,6 @@ class Segments(Sequence[Instruction]):
 
     @cached_property
     def _runs(self) -> list[int]:
-        """How often each body runs."""
         found = [0] * len(self.bodies)
         for part, times in self._parts:
             for body, _ in part:
@@ -152,8 +150,6 @@ class Segments(Sequence[Instruction]):
 
 
 class Writer:
-    """Builder of `Segments`."""
-
     def __init__(self) -> None:
         self.bodies: list[tuple[Instruction, ...]] = []
         self.order: list[tuple[int, int]] = []

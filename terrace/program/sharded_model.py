@@ -51,7 +51,6 @@ class ShardedModel:
 
     @cached_property
     def mesh(self) -> Mesh:
-        """The plan's mesh."""
         return Mesh.of(self.cluster, self.plan)
 
     def split(self, plan: Plan) -> "ShardedModel":
@@ -68,12 +67,10 @@ class ShardedModel:
 
     @cached_property
     def world_layout(self) -> Layout:
-        """The layout of all ranks of all stages."""
         return self.stage_layout if self.mesh.total("pipeline") == 1 else world_layout(self.cluster, self.plan)
 
     @cached_property
     def flats(self) -> tuple[tuple[FlatParamSpec, ...], ...]:
-        """The flat buffers of every block."""
         return block_flats(self.cluster, self.plan, self.blocks, (self.layout, self.stage_layout))
 
     @cached_property
@@ -96,12 +93,10 @@ class ShardedModel:
 
     @cached_property
     def tensor(self) -> TensorTraffic:
-        """The tensor axis."""
         return TensorTraffic.of(self.mesh, self.layout.tiers, self.plan, self.sequence)
 
     @cached_property
     def context(self) -> ContextTraffic:
-        """The context axis."""
         return ContextTraffic(self.plan, self.mesh, self.sequence, self.layout.tiers)
 
     @cached_property

@@ -33,13 +33,11 @@ class BlockCost(NamedTuple):
 
 
 def block_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[BlockCost]:
-    """The cost of every block."""
     hidden = hidden_size(blocks)
     return [_cost(blocks, index, sequence * hidden) for index in range(len(blocks))]
 
 
 def virtual_costs(blocks: Sequence[BlockSpec], sequence: int) -> list[int]:
-    """The weight of every block for `share`."""
     return [sum(cost) for cost in block_costs(blocks, sequence)]
 
 

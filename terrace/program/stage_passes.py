@@ -170,7 +170,6 @@ def _read(stage: Stage, pass_: Pass, chunk: int) -> _Edge | None:
 
 
 def _edges(stage: Stage, edge: Callable[[Stage, Pass, int], _Edge | None]) -> dict[tuple[Pass, int], _Edge | None]:
-    """(Pass, chunk) -> edge."""
     return {(pass_, chunk): edge(stage, pass_, chunk) for pass_ in Pass for chunk in range(len(stage.chunks))}
 
 

@@ -45,8 +45,6 @@ class TimelineRow(NamedTuple):
 
 
 class Stretch(NamedTuple):
-    """A part of a row."""
-
     row: int
     start_s: float
     end_s: float

@@ -140,7 +140,6 @@ def _unfinished(walk: Walk) -> Iterator[str]:
 
 
 def _wanted(walk: Walk) -> Iterator[Instruction]:
-    """The instructions that a program must have."""
     program, stage = walk.program, walk.program.stage
     passes = [(block, micro) for block in stage.own for micro in range(program.num_micros)]
     for each in passes:

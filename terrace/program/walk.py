@@ -87,7 +87,6 @@ class Walk:
         )
 
     def has(self, op: Op, block: int = -1, micro: int = -1) -> bool:
-        """Whether an instruction has run."""
         return (op, block, micro, False) in self.done
 
     def missing(self, ops: Sequence[Op], block: int = -1, micro: int = -1) -> Instruction | None:
@@ -98,7 +97,6 @@ class Walk:
         return Instruction(ops[0], block, micro)
 
     def has_micro(self, micro: int) -> bool:
-        """Whether the step has this micro-batch."""
         return 0 <= micro < self.num_micros
 
     def is_read(self, now: Instruction) -> bool:

@@ -45,8 +45,6 @@ def time_table(
 
 
 def bytes_table(amounts: ComparedAmounts, heading: str) -> Table:
-    """Bytes by category."""
-
     # Small amounts are shown in exact bytes, so that equality is visible.
     def size(value: float) -> str:
         return f"{value:,.0f} B" if value < 1e5 else quantity(value, "B")

@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # commands that show a cluster need no planner
 
 
 def devices_words(cluster: Cluster) -> str:
-    """Number, name and speed of a cluster's devices: `16 x A100 + 8 x H100 at 0.9 of its speed`."""
     tier, words = cluster.tiers[-1], list[str]()
     for each in tier.members or (Member(count=tier.size),):
         number = each.count * cluster.world_size // tier.size

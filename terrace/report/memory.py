@@ -80,7 +80,6 @@ def memory_svg(curve: MemoryCurve, step_s: float, capacity_bytes: float) -> str:
 
 
 def memories_svg(curves: Sequence[MemoryCurve], step_s: float) -> str:
-    """A row for each stage, all on one scale."""
     highest = max(curve.peak[0] for curve in curves) or 1.0
     shapes, rows = [], _rows(curves)
     for row, curve in zip(rows, curves, strict=True):

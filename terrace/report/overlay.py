@@ -100,7 +100,6 @@ def overlaid(runs: Sequence[RunView]) -> list[Curve]:
 
 
 def figure_rows(runs: Sequence[RunView]) -> list[tuple[str, list[str]]]:
-    """(Figure, its text in each run)."""
     keys = dict.fromkeys(key for run in runs for key in run.final)
     return [(key, [run.final[key].words if key in run.final else _UNSET for run in runs]) for key in keys]
 

@@ -22,7 +22,6 @@ _INK[True] = "--ink:#eceef2;--soft:#a4abb8;--line:#343a45;--faint:#1e222a"
 
 
 def page_html(page: Page) -> str:
-    """The whole page."""
     charts = [chart.data for section in page.sections for chart in section.charts]
     curves = [curve_data(curve) for section in page.sections for curve in drawable(section.curves)]
     lead = "".join(f"<p>{prose(each)}</p>" for each in page.lead)

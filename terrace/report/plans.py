@@ -31,7 +31,6 @@ _MUCH_HIDDEN = 0.05  # share of a step above which hidden messages are reported;
 
 
 def plans_table(task: Task, estimates: Sequence[Estimate], title: str) -> Table:
-    """Table of plans, best first."""
     # A column that would say "data" in every row is left out.
     axes = ["axes"] if any(_axes_words(task, each.candidate) for each in estimates) else []
     left = [*axes, "params", "grads", "optimizer"]

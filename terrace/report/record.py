@@ -53,7 +53,6 @@ class RunRecord:
         return steady(self.records)
 
     def section(self, name: str) -> Mapping[str, Any]:
-        """A section of the settings; empty if it is no table."""
         found = self.settings.get(name)
         return found if isinstance(found, Mapping) else {}
 
@@ -85,7 +84,6 @@ class RunRecord:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder has any of a run's files."""
     return any((folder / name).is_file() for name in _FILES)
 
 
@@ -97,7 +95,6 @@ def command_of_folder(folder: Path) -> str:
 
 
 def read_record(folder: Path) -> RunRecord:
-    """The record of a run of any command."""
     missing: list[str] = []
     settings: Mapping[str, Any] = {}
     try:

@@ -53,7 +53,6 @@ def lines_of(curves: Sequence[Curve]) -> dict[str, Sequence[Point]]:
 
 
 def drawable(curves: Sequence[Curve]) -> list[Curve]:
-    """The curves with at least one finite point."""
     return [curve for curve in curves if any(finite(points) for points in curve.lines.values())]
 
 

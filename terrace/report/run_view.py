@@ -104,7 +104,6 @@ def run_view(folder: Path, draws: bool = True) -> RunView:
 
 
 def run_page(view: RunView) -> Page:
-    """The page of one run."""
     missing = "".join(f"<li>{prose(words)}</li>" for words in view.missing)
     before = [
         Section(title="What is missing", body=f"<ul class=missing>{missing}</ul>" if missing else ""),

@@ -62,7 +62,6 @@ class LivePage:
         self._salt = secrets.token_hex(8)  # so that an open page of an earlier server reloads
 
     def current(self) -> tuple[str, str]:
-        """(state, page)."""
         with self._lock:
             state = self._state_of_files()
             begin_s = time.monotonic()
@@ -105,7 +104,6 @@ class _Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """The address of the page, with the token."""
         return f"http://{ADDRESS}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:

@@ -31,7 +31,6 @@ def others_s(report: StepReport) -> float:
 
 
 def computing_s(report: StepReport) -> float:
-    """Seconds of a step spent computing."""
     return sum(spent for name, spent in report.time_s.items() if not name.startswith("wait "))
 
 
@@ -50,7 +49,6 @@ def block_words(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> str:
 
 
 def num_params(blocks: Sequence[BlockSpec], indexes: Sequence[int]) -> int:
-    """Number of parameters of these blocks."""
     return sum(blocks[index].num_trainable + blocks[index].num_frozen for index in indexes)
 
 

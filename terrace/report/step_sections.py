@@ -38,7 +38,6 @@ _SAID = {"weight": "gradient of the weights, put off", "backward": "gradient of 
 
 
 def plan_section(view: StepView) -> list[Section]:
-    """Axes and placements."""
     table, words = plan_table(view.run.cluster, view.run.plan), division_words(view.run.plan)
     return [Section(title="Tiers, axes and placements", table=table, words=[words])]
 
@@ -65,7 +64,6 @@ def memory_section(view: StepView) -> list[Section]:
 
 
 def bytes_section(view: StepView) -> list[Section]:
-    """Bytes sent by a rank, of each stage."""
     tiers, sent, run = view.programs[0].layout.tiers, view.predicted.expected_bytes, view.run
     tables = stage_bytes_tables(sent, tiers) if view.is_pipelined else [bytes_table(sent[0], tiers)]
     words = [mean_words(view.programs[0]), wire_words(view.programs[0].plan)]
@@ -88,7 +86,6 @@ def inside_section(view: StepView) -> list[Section]:
 
 
 def time_section(view: StepView) -> list[Section]:
-    """Seconds by category, of each stage."""
     reports, band = view.predicted.reports, view.band
     words = [filled(f"predicted step {seconds(view.predicted.step_s)} {band}: {band.words}")]
     if view.is_pipelined:
@@ -206,7 +203,6 @@ def _without(view: StepView) -> str:
 
 
 def misfit_section(view: StepView) -> list[Section]:
-    """The memory that a rank lacks, if any."""
     return [Section(words=[view.misfit])]
 
 
@@ -228,7 +224,6 @@ def changes_section(view: StepView) -> list[Section]:
 
 
 def program_section(view: StepView) -> list[Section]:
-    """The printed stage's program."""
     program: Program = view.programs[view.stage]
     whose = f"every rank of stage {view.stage}" if view.is_pipelined else "every rank"
     title = f"program of {whose}, {counted(view.run.num_micros(), 'micro-batch')}:"

@@ -41,7 +41,6 @@ class StepView:
 
     @cached_property
     def recorded(self) -> RecordedStep:
-        """The predicted step, with a recording of each stage."""
         return record_predicted(self.predicted)
 
     @cached_property
@@ -116,7 +115,6 @@ class StepView:
 
     @property
     def played_words(self) -> str:
-        """How the step was simulated."""
         predicted, micros = self.predicted, self.run.num_micros()
         if not self.is_pipelined:
             count = len(self.programs[0].instructions)
@@ -186,7 +184,6 @@ def advice_words(candidates: Sequence[Change], step_s: float, band: Band) -> str
 
 
 def step_words(run: RunConfig) -> str:
-    """Batch and micro-batches of a step."""
     shares = run.plan.shares
     micros = counted(run.num_micros(), "micro-batch") if not shares else f"{shares_words(shares)} micro-batches"
     return (
@@ -197,7 +194,6 @@ def step_words(run: RunConfig) -> str:
 
 
 def sources_words(cluster: Cluster) -> str:
-    """Where the figures of a cluster come from."""
     named = {cluster.device.name: cluster.device.source, **{tier.name: tier.source for tier in cluster.tiers}}
     known = "; ".join(f"{name}: {source}" for name, source in named.items() if source)
     return f"Sources: {known}." if known else ""

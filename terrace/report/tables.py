@@ -49,7 +49,6 @@ def plan_table(cluster: Cluster, plan: Plan) -> Table:
 
 
 def plan_title(cluster: Cluster, plan: Plan) -> str:
-    """Title of a plan's table."""
     return f"plan {plan.name} on cluster {cluster.name}: {counted(cluster.world_size, 'rank')}"
 
 
@@ -116,7 +115,6 @@ def _degree_words(mesh: Mesh, tier: int, axis: str) -> str:
 
 
 def wire_words(plan: Plan) -> str:
-    """Wire formats of all messages in one line."""
     named = [f"{message} {name} on {tier}" for message, row in plan.wire.items() for tier, name in row.items()]
     states = "" if plan.messages is None else f", parameters and gradients in {plan.messages}"
     but = f", but {', '.join(named)}" if named else ""

@@ -49,7 +49,6 @@ class DrawnTimeline:
 
     @property
     def bars(self) -> Sequence[Sequence[Bar]]:
-        """The bars of each row."""
         return self._merged[0]
 
     @cached_property
@@ -79,7 +78,6 @@ class DrawnTimeline:
         return rows, headings
 
     def colour(self, category: str) -> str:
-        """The colour of a category, as a key of the palette."""
         return self.colours.get(category) or colour_key(category)
 
     @property

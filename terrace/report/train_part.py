@@ -91,7 +91,6 @@ def _subtitle(run: RunConfig) -> str:
 
 
 def _sent_bytes(record: RunRecord) -> ComparedAmounts:
-    """Bytes by tier."""
     predicted = defaultdict[str, float](float)
     for name, size in record.predicted.get("sent_bytes", {}).items():
         predicted[name.rsplit(".", 1)[-1]] += size  # names are "message.tier"
@@ -223,7 +222,6 @@ def _curves(record: RunRecord, run: RunConfig | None) -> list[Curve]:
 
 
 def _named_lines(records: Sequence[StepRecord], key: str) -> dict[str, list[Point]]:
-    """The points of each name in a column that is a table."""
     lines = defaultdict[str, list[Point]](list)
     for record in records:
         for name, value in getattr(record, key).items():
@@ -293,7 +291,6 @@ def _cycle(record: RunRecord, run: RunConfig | None) -> list[Section]:
 def _final(
     record: RunRecord, curves: Sequence[Curve], time_s: ComparedAmounts, sent_bytes: ComparedAmounts
 ) -> dict[str, Figure]:
-    """The figures by which runs are compared."""
     lines = {curve.title: curve.lines for curve in curves}
     found = dict[str, Figure]()
 

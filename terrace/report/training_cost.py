@@ -49,7 +49,6 @@ def energy_words(task: Task, cost: Cost, tokens: int | None) -> str:
 
 
 def tokens_words(number: int) -> str:
-    """A number of tokens, with its unit."""
     return f"{quantity(number, '').strip()} token{'s' * (number != 1)}"
 
 

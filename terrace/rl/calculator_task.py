@@ -34,8 +34,6 @@ class CalculatorTokenizer(CharacterTokenizer):
 
 
 class Calculator:
-    """The environment of the task."""
-
     def reset(self, prompt: Prompt) -> None:
         self._answer = answer(prompt.text)
 
@@ -48,8 +46,6 @@ class Calculator:
 
 
 class CalculatorPrompts(CharacterPrompts):
-    """The `PromptSource` of the task."""
-
     tokenizer = CalculatorTokenizer()
     num_held_out = NUM_HELD_OUT
 
@@ -76,6 +72,5 @@ class CalculatorPrompts(CharacterPrompts):
 
 
 def answer(prompt: str) -> str:
-    """The right answer to a prompt."""
     one, other = prompt.removesuffix(ASK).split("*")
     return str(int(one) * int(other))

@@ -34,8 +34,6 @@ from terrace.train.teacher_keys import model_in
 
 @dataclass(frozen=True, kw_only=True)
 class RlConfig:
-    """The resolved configuration of a run."""
-
     model: ModelConfig
     cluster: Cluster
     plan: Plan
@@ -67,11 +65,9 @@ class RlConfig:
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """The pool and cluster of each role."""
         return places_of(self.cluster, self.pool, self.roles)
 
     def plan_of(self, role: str) -> Plan:
-        """The plan of a role with an engine."""
         return self.plans.get(role, self.plan)
 
     @property

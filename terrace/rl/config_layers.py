@@ -43,7 +43,6 @@ def resolve_table(
 
 
 def task_table(name: str) -> dict[str, Any]:
-    """The table of a task that ships with Terrace."""
     return read_table(Path(str(resources.files(__package__) / f"{name}.toml")))
 
 

@@ -256,7 +256,6 @@ def made_roles(
 
 
 def student_settings(config: RlConfig) -> EngineSettings:
-    """Engine settings of the supervised start."""
     settings = engine_settings(config, ACTOR, config.weights, config.run.mini_batch)
     rows = Layout.of(settings.cluster, settings.plan).data_degree * settings.plan.micro_batch
     # The last micro-batch is filled with rows without labels.

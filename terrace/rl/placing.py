@@ -47,7 +47,6 @@ class Place:
 
 
 def reward_name(index: int) -> str:
-    """Role name of the reward at `index` in the run's file."""
     return f"reward_{index}"
 
 

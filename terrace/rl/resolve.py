@@ -170,7 +170,6 @@ def _plans(
     roles: Mapping[str, bool],
     optimizer: OptimizerConfig,
 ) -> dict[str, Plan]:
-    """The plan of every role with an engine: its own or the run's, for the cluster of its pool."""
     own = table.get("plans", {})
     if not isinstance(own, Mapping):
         raise ConfigError("plans must be a table: write [plans.critic], or plans.critic = the name of a plan")

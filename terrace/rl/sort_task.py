@@ -33,8 +33,6 @@ class SortTokenizer(CharacterTokenizer):
 
 
 class SortPrompts(CharacterPrompts):
-    """The `PromptSource` of the task."""
-
     tokenizer = SortTokenizer()
     num_held_out = NUM_HELD_OUT
 
@@ -54,7 +52,6 @@ class SortPrompts(CharacterPrompts):
 
 
 def answer(prompt: str) -> str:
-    """The right response to a prompt."""
     return "".join(sorted(prompt.removesuffix(ASK)))
 
 

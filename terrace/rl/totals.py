@@ -19,7 +19,6 @@ class Totals:
         self._first: Metrics = {}
 
     def add(self, found: Mapping[str, float]) -> None:
-        """Add the metrics of a step."""
         if not self.num_steps:
             self._first = dict(found)
         self.num_steps += 1
@@ -34,7 +33,6 @@ class Totals:
         return list(self._sums)
 
     def mean(self, name: str) -> float:
-        """The mean over all steps."""
         return self._sums.get(name, 0.0) / self.num_steps
 
     def mean_that_have(self, name: str) -> float | None:

@@ -101,7 +101,6 @@ _SAME = "start it with the command of the others, or start another roster for it
 
 
 def reply(roster: Roster, report: Report) -> Reply:
-    """The reply to a report of a member."""
     member = roster.member(report.island)
     if member is None or member.token != report.token:
         return Reply(is_out=True)

@@ -167,7 +167,6 @@ _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
 def line_of(entry: Entry) -> str:
-    """An entry as a line of the log, without its end."""
     return json.dumps({"kind": _NAMES[type(entry)], **asdict(entry)})
 
 

@@ -55,7 +55,6 @@ class Listener:
         threading.Thread(target=self._accept, name="roster listener", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more."""
         self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

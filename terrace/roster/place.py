@@ -156,7 +156,6 @@ class Place:
             self.close()
 
     def close(self) -> None:
-        """Close port, connections and log."""
         self._is_closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)

@@ -95,7 +95,6 @@ class Reporter:
             self.side = self.side.held(key) if is_held else self.side.fails(key, blames)
 
     def close(self) -> None:
-        """End the connection."""
         self._closed.set()
         with self._talking:
             self._drop()

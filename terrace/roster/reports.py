@@ -78,7 +78,6 @@ Contacts = Mapping[str, Contact]  # by island
 
 
 def with_report(contacts: Contacts, report: Report, now_s: float) -> dict[str, Contact]:
-    """`contacts` with one more report."""
     newest_s = max((each.at_s for each in contacts.values()), default=now_s)
     if now_s - newest_s > report.terms.patience_s / 2:
         # No island was heard: this process was suspended or cut off, and all of them may still run.

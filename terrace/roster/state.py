@@ -84,7 +84,6 @@ class Roster:
 
 
 def after(roster: Roster, entry: Entry) -> Roster:
-    """The state after one more entry."""
     match entry:
         case Opened():
             return replace(roster, terms=entry.terms, facts=tuple(sorted(entry.facts.items())))

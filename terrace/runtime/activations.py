@@ -53,7 +53,6 @@ class Activations:
         self._leaving: deque[tuple[Pending, tuple[Tensor | None, ...]]] = deque()
 
     def put(self, key: Key, values: Tensor) -> None:
-        """Store the output of a block."""
         self._made[key] = values
 
     def arriving(self, key: Key) -> Pending | None:

@@ -40,7 +40,6 @@ class ParameterMessages:
         self._updated: list[int] = []  # blocks whose working copies are on the device, the oldest first
 
     def await_for(self, block: int) -> None:
-        """Wait for the parameters that a block needs."""
         for needed in self.needed_by[block]:
             if needed in self._fetched:
                 self._gather_fetched(needed)
@@ -57,7 +56,6 @@ class ParameterMessages:
             self._messages.wait(self.refreshes.pop(block), "wait refresh")
 
     def gather(self, now: Instruction) -> None:
-        """GATHER."""
         if now.block in self._resting:
             self._fetch(now)
             return
@@ -102,13 +100,11 @@ class ParameterMessages:
         self.gathers[block] = Pending(lane.submit(gather), pending.counter, now)
 
     def free(self, now: Instruction) -> None:
-        """FREE."""
         self.await_for(now.block)  # the lane must not fill what is being freed
         for flat in self._state.flats[now.block]:
             flat.free()
 
     def refresh(self, now: Instruction) -> None:
-        """REFRESH."""
         if self._resting.get(now.block) and now.block not in self._updated:
             self.open(now.block, reads=True)
         # The rank's own slice first; the gather then reads it.
@@ -182,7 +178,6 @@ class ParameterMessages:
                 flat.resting[0].count_freed()
 
     def drain(self) -> None:
-        """Wait for all refreshes."""
         for block in [*self._late]:
             self._start_late(block)
         while self.refreshes:
@@ -217,7 +212,6 @@ class GradientMessages:
                 gradient.open()
 
     def reduce(self, now: Instruction) -> None:
-        """REDUCE."""
         flats, transfers = self._state.flats[now.block], self._messages.program.message(now).transfers
         buffers = {each.flat: buffer for each in transfers for buffer in flats[each.flat].gradient.take()}
 
@@ -230,8 +224,6 @@ class GradientMessages:
             self._reductions.append((pending, [(flats[flat].gradient, buffer) for flat, buffer in buffers.items()]))
 
     def sync(self, now: Instruction) -> None:
-        """SYNC."""
-
         def carry(flat: FlatParam, transfer: Transfer) -> None:
             flat.gradient.sync(self._collectives, transfer)
 
@@ -249,7 +241,6 @@ class GradientMessages:
                 flat.gradient.note_norm()
 
     def tie(self, now: Instruction) -> None:
-        """TIE."""
         self._finish()
         comm = self._messages.comm
         self._messages.waiting_on(comm.participants(now))
@@ -319,7 +310,6 @@ class RestingGradients:
                 flat.gradient.open_resting()
 
     def issued(self, block: int, complete: Complete) -> None:
-        """Take note that the last messages of a block's gradient were issued."""
         if block in self._flats:
             self._under_way.append(block)
             if self._at_once[block]:
@@ -358,7 +348,6 @@ class RestingGradients:
             self._messages.wait_below(self._read.pop(block), f"wait {MessageClass.KEEP_READ.value}")
 
     def free(self, block: int) -> None:
-        """Free the gradient of a block that was updated."""
         for flat in self._flats.get(block, ()):
             flat.gradient.resting[0].free()
 

@@ -38,7 +38,6 @@ class ByteAccount:
         self._given_up, self._outside = Counter[Key](), Counter[Key]()
 
     def stepped(self) -> None:
-        """Count a training step."""
         self.num_steps += 1
         every = self._program.plan.outer.every
         if every > 1 and self.num_steps % every == 0:

@@ -30,7 +30,6 @@ class CodedParam(FlatParam):
     """
 
     def __init__(self, name: str, spec: FlatParamSpec, rank: int, *args: Any, **options: Any) -> None:
-        """As `FlatParam`."""
         self.code, self._form = spec.layout.code, BASE_FORMATS[spec.layout.code]
         super().__init__(name, spec, rank, *args, **options)
         mesh = self.layout.ranks

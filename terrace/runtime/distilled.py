@@ -66,7 +66,6 @@ class Sums:
         self.values = self.values.to(own.device) + own
 
     def take(self) -> list[float]:
-        """Return the sums and reset them."""
         taken: list[float] = self.values.tolist()
         self.values = torch.zeros_like(self.values)
         return taken

@@ -85,7 +85,6 @@ class FlatGradient:
         self.begin()
 
     def begin(self) -> None:
-        """Begin the gradient of a step."""
         if self._in_place and not self.resting:
             self.views.open(self.accumulated)
         self._is_fresh = True
@@ -134,7 +133,6 @@ class FlatGradient:
 
     @property
     def is_open(self) -> bool:
-        """Whether a buffer is allocated."""
         return bool(self._buffers)
 
     def open(self) -> None:

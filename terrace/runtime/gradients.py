@@ -67,7 +67,6 @@ class GradientViews:
         return self._written[id(parameter)], False
 
     def written(self, parameter: Tensor) -> Tensor | None:
-        """The gradient of `parameter` so far, or None."""
         return self._written.get(id(parameter))
 
     def fill_missing(self) -> None:

@@ -40,7 +40,6 @@ class Island:
         self._ended: list[OuterResult] = []
 
     def next(self) -> Exchange:
-        """The exchange at the end of the next step."""
         return self.outer.exchange(self.numbers.num_steps, self.numbers.under_way)
 
     def closing(self) -> list[Exchange]:
@@ -130,7 +129,6 @@ class Island:
 
 
 def outer_blocks(program: Program, fragment: int) -> list[int]:
-    """The trainable blocks of a fragment, over all stages."""
     outer, blocks = program.plan.outer, enumerate(program.blocks)
     return [index for index, block in blocks if block.num_trainable and outer.fragment(index) == fragment]
 

@@ -107,7 +107,6 @@ class WeightGradients:
         return WeightQueue(self._sinks, hold, fills)
 
     def recorded_in(self, queue: WeightQueue) -> "_Recorded":
-        """Context in which a backward records its weight gradients in `queue`."""
         return _Recorded(self, queue)
 
 

@@ -44,7 +44,6 @@ class LossScale:
         return LossScale(1.0, scaling=False)
 
     def stepped(self) -> None:
-        """Count a finite step."""
         if not self.scaling:
             return
         self.finite += 1

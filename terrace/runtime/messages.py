@@ -55,7 +55,6 @@ class PartsTicket(Ticket):
         self._tickets: list[Ticket] = []
 
     def add(self, ticket: Ticket) -> None:
-        """Record that a part was submitted."""
         self.left -= 1
         self._tickets.append(ticket)
 
@@ -88,8 +87,6 @@ class _InParts:
 
 
 class GapMessages:
-    """Messages with parts not yet submitted."""
-
     def __init__(self) -> None:
         self._held = Held[_InParts]()
 
@@ -104,7 +101,6 @@ class GapMessages:
         return message.ticket
 
     def leave(self, gap: int) -> None:
-        """Submit the parts due at a gap."""
         self._leave(self._held.due(gap))
 
     def flush(self) -> None:

@@ -147,7 +147,6 @@ class ModelState:
         reclaim()
 
     def trainable(self, block: int) -> list[FlatParam]:
-        """The flat parameters of a block that an optimizer updates."""
         return [flat for flat in self.flats[block] if flat.spec.trainable]
 
     def named_parameters(self, block: int) -> Iterator[tuple[str, nn.Parameter]]:

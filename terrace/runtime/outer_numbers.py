@@ -81,7 +81,6 @@ class OuterNumbers:
         heard[:, :BEFORE] = figures
 
     def end(self, fragment: int) -> None:
-        """Complete an exchange."""
         self.marks[fragment, _UNDER_WAY] = 0
 
     def weight(self, fragment: int) -> Tensor:

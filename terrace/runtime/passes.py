@@ -55,7 +55,6 @@ class BlockCalls:
         self.reads_ahead = [block.operations.reads_ahead for block in state.program.blocks]
 
     def begin(self, batches: Sequence[Batch], *, trains: bool) -> None:
-        """Begin a program on `batches`."""
         self.batches, self.trains = batches, trains
 
     def run(self, block: int, inputs: Tensor, micro: int) -> Tensor:
@@ -108,14 +107,12 @@ class Passes:
         self.chunked = chunked_loss(modules[calls.last], calls.objective) if calls.last in modules else None
 
     def begin(self, batches: Sequence[Batch]) -> None:
-        """Begin a program on `batches`."""
         messages, edges = self._messages, [axis.edge for axis in self.calls.axes if axis.edge is not None]
         activations = Activations(messages.program, messages.comm, self._state.edges, edges)
         self.step = StepValues(activations, messages.comm.device)
         self.calls.begin(batches, trains=messages.program.trains)
 
     def forward(self, now: Instruction) -> None:
-        """FORWARD."""
         step, calls = self.step, self.calls
         trains, is_last, self._clock.doing = calls.trains, now.block == calls.last, "forward"
         self._parameters.await_for(now.block)
@@ -151,7 +148,6 @@ class Passes:
         self._clock.mark(self._clock.doing)
 
     def backward(self, now: Instruction) -> None:
-        """BACKWARD."""
         # Weight gradients run at once and keep nothing, unless they can overlap with a message inside the block.
         self.backward_input(now, hold=bool(self.calls.axes), fills=True)
         self.backward_weight(now)
@@ -211,20 +207,16 @@ class Passes:
         self._clock.mark(self._clock.doing)
 
     def evict(self, now: Instruction) -> None:
-        """EVICT."""
         key = now.block, now.micro
         self._boundaries.evict(key, self.step.kept[key].inputs, self._messages)
 
     def fetch(self, now: Instruction) -> None:
-        """FETCH."""
         self._boundaries.fetch((now.block, now.micro), self._messages)
 
     def receive(self, now: Instruction) -> None:
-        """RECV."""
         self.step.activations.receive(now, self._messages.counter)
 
     def send(self, now: Instruction) -> None:
-        """SEND."""
         self.step.activations.send(now, self._messages.counter)
 
     def await_sends(self) -> None:

@@ -48,7 +48,6 @@ class _Replay:
         self._result: StorageWeakRef | None = None
 
     def first(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """Run the operation for the first time."""
         with saved_tensors_hooks(self._save, _values):
             result = self._operation(*inputs)
         self._result = StorageWeakRef(result.untyped_storage())  # type: ignore[no-untyped-call]

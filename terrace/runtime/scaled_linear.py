@@ -107,7 +107,6 @@ class ScaledProduct(Record):
         assert self._versions == self._current_versions(), "x was changed before the weight gradient was taken"
 
     def run(self, sinks: Mapping[int, Sink]) -> None:
-        """Compute the products into the gradient buffer."""
         gradient, first = sinks[id(self.weight)].gradient_of(self.weight)
         parts = gradient.unbind() if gradient.dim() == 3 else (gradient,)
         for part, found in zip(parts, self.products(), strict=True):

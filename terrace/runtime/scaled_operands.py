@@ -124,7 +124,6 @@ class LastEntered:
         return self._found
 
     def forget(self) -> None:
-        """Clear the cache."""
         self._key = self._found = self._tensor = None
 
     def _forget(self, reference: ReferenceType[Tensor]) -> None:

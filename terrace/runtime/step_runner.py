@@ -75,7 +75,6 @@ class Updates:
         self._whole: dict[int, Pending] = {}
 
     def count(self, now: Instruction) -> None:
-        """COUNT."""
         (transfer,) = self._messages.program.message(now).transfers
         collectives = self._messages.comm.collectives
         self._counts.append(self._messages.submit(lambda: self._load.add_up(collectives, transfer)))
@@ -112,7 +111,6 @@ class Updates:
         return last in program.stage.own and not any(program.model.tensor.both.coordinates(rank))
 
     def orthogonalise(self, now: Instruction) -> None:
-        """ORTHOGONALISE."""
         self._gradients.resting.take(now.block)
         for flat in self._state.trainable(now.block):
             flat.prepare_whole(self._scale)
@@ -122,7 +120,6 @@ class Updates:
         self._messages.clock.mark("update")
 
     def update(self, now: Instruction) -> None:
-        """UPDATE."""
         if now.block in self._whole:
             self._messages.wait(self._whole.pop(now.block), "wait orthogonalise")
         if self._on_host:
@@ -136,7 +133,6 @@ class Updates:
         self._messages.clock.mark("update")
 
     def agree(self, now: Instruction) -> None:
-        """AGREE."""
         self._agreements.agree(now, counts_tokens=self._counts_loss(self._passes.calls.last))
 
     def _update_on_host(self, now: Instruction) -> None:
@@ -239,6 +235,5 @@ class StepRunner:
         return self.updates.sums
 
     def drain(self) -> None:
-        """Wait for all messages in flight."""
         self.parameters.drain()
         self.exchanges.drain()

@@ -78,8 +78,6 @@ class RowWise(Protocol):
 
 
 class _Resident:
-    """A state in the memory of the device."""
-
     rests_below = False
 
     def visits(self, numel: int) -> Iterator[slice]:
@@ -90,8 +88,6 @@ class _Resident:
 
 
 class Exact(_Resident):
-    """A state stored in the dtype of the update."""
-
     is_exact, is_coded = True, False
 
     def __init__(self, values: Tensor) -> None:

@@ -113,7 +113,6 @@ class RowGradient(FlatGradient):
         return self._is_noted or super().has_elements
 
     def begin(self) -> None:
-        """Begin the gradient of a step."""
         self.rows = torch.empty(0, dtype=torch.int64, device=self._device)
         self.owned = self.owned.new_empty(0)
         self.forget()
@@ -224,7 +223,6 @@ class TableParam(FlatParam):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the whole table."""
         param = self.spec.params[0]
         return (param.whole or param.shape)[0]
 

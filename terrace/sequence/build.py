@@ -38,7 +38,6 @@ class _Shard(NamedTuple):
 
 
 def build_token_layout(layout: GroupLayout, member: int) -> TokenLayout:
-    """The token layout of one member of a context group."""
     ring_rank = member // layout.ulysses
     segments = (segment for segment in layout.segments if ring_rank in segment.ring_ranks)
     own = _placed(_Ring(each, route(each.shape, each.ring_ranks.index(ring_rank))) for each in segments)

@@ -27,7 +27,6 @@ class GroupLayout:
     other_windows: tuple[int, ...] = ()
 
     def segment_of(self, token: int) -> int:
-        """Index of the segment that a token belongs to."""
         at = bisect_right(self._segments[0], token) - 1
         order = self._segments[1][at]
         assert self.segments[order].start <= token < self.segments[order].stop, (

@@ -50,7 +50,6 @@ class BlockActivations:
 
     @cached_property
     def saved(self) -> dict[str, int]:
-        """Bytes kept by each operation."""
         return self._remembered if self._is_recomputed else kept_by_operation(self.tape.nodes, self.tape.sizes)
 
     @property

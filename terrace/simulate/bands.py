@@ -104,12 +104,10 @@ class Validated(NamedTuple):
 
     @property
     def family(self) -> str:
-        """The software without its version (`Software.family`)."""
         return self.software.partition("-")[0]
 
     @property
     def is_step(self) -> bool:
-        """Whether the row is of a whole step."""
         return self.kind in (STEP, WIDTH)
 
 
@@ -140,7 +138,6 @@ def csv_text(rows: Iterable[Validated]) -> str:
 
 @cache
 def validated() -> tuple[Validated, ...]:
-    """All validated rows."""
     text = (resources.files(__package__) / FILE).read_text(encoding="utf-8")
     return tuple(
         Validated(

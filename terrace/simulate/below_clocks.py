@@ -143,7 +143,6 @@ class BelowClocks:
         return self.slots.wholes[state].write(seconds, ready[0]), -1
 
     def now(self, ready: Moment) -> Moment:
-        """The later of a moment and now."""
         return ready if ready[0] > self.now_s else (self.now_s, -1)
 
     def take(self, event: Event) -> None:

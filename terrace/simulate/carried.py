@@ -302,7 +302,6 @@ def _enter(rank: Rank, program: Program, left: Left) -> None:
 
 
 def _leave(rank: Rank, begun_s: float) -> Left:
-    """State of a rank at the end of a program."""
     now_s, lanes_s = rank.now_s, rank.lanes_s
 
     def of_blocks(moments: Mapping[int, float]) -> tuple[tuple[int, float], ...]:

@@ -101,7 +101,6 @@ class Layer:
         return not traffic.tokens % (traffic.num_experts * pieces) if traffic.is_even else pieces <= traffic.tokens
 
     def of(self, numbers: Numbers) -> tuple[float, float]:
-        """(Forward, backward) seconds."""
         forward_s, backward_s = (self._pass(back, numbers)[0] for back in (False, True))
         return forward_s, backward_s
 

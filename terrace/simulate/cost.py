@@ -77,13 +77,11 @@ class Costs:
     links: Mapping[int, Cluster] = field(default_factory=dict, hash=False)
 
     def recompute_s(self, block: int) -> float:
-        """Seconds of recomputation in a block's backward."""
         if self.program.model.recomputes(block):
             return self.forward_s[block] - (self.saved_s[block] if self.saved_s else 0.0)
         return self.operations_s[block] if self.operations_s else 0.0
 
     def collective_s(self, instruction: Instruction) -> float:
-        """Seconds that a collective instruction occupies its lane."""
         return self.of_message(self.program.message(instruction))[0]
 
     def of_message(self, message: Message) -> tuple[float, float]:
@@ -115,7 +113,6 @@ class Costs:
         return [self.of_message(part) if part.sends else (0.0, 0.0) for part in parts]
 
     def apply_s(self, block: int) -> float:
-        """Seconds of an OUTER_APPLY."""
         return self._outer_s([block], apply_passes)
 
     def take_s(self) -> float:

@@ -46,7 +46,6 @@ class Cycle:
 
     @property
     def cycle_s(self) -> float:
-        """Seconds of the whole cycle."""
         stages = zip(*self.turns_s, strict=True)
         return max(math.fsum(second for turn in stage for second in turn.values()) for stage in stages)
 

@@ -107,7 +107,6 @@ def price(program: "Program", costs: "Costs") -> list[Play]:
 
 
 def price_distinct(program: "Program", costs: "Costs") -> list[Play]:
-    """Plays of the distinct instructions (`Segments.folded`)."""
     pricing = _Pricing(program, costs)
     return [pricing.play(instruction) for instruction in program.segments.folded.distinct]
 

@@ -111,7 +111,6 @@ class InBlockPrices:
         return self._cluster.device.overlap_penalty if own_tier < 0 else tier_penalty(self._cluster, own_tier)
 
     def seconds(self, message: InBlockMessage) -> float:
-        """Seconds of a message over all tiers."""
         attention = self._attention
         if isinstance(message, TensorMessage | RoutedMessage):
             return sum(self.by_tier(message).values())
@@ -123,7 +122,6 @@ class InBlockPrices:
         return found
 
     def priced(self, moments: Iterable[Moment]) -> tuple[PricedMoment, ...]:
-        """Price the messages of the moments."""
         found = []
         for each in moments:
             found.append(PricedMoment(each.message_class, each.behind, self.parts(each.messages), each.times))
@@ -191,7 +189,6 @@ def rooms_of(forward_s: float, input_s: float, weight_s: float, rounds: Rounds =
 
 
 def block_prices(program: "Program", block: int) -> InBlockPrices:
-    """Prices of the messages inside a block of a program."""
     attention = program.model.context.attention(program.blocks[block])
     return InBlockPrices(program.cluster, program.model.tensor, attention, experts=program.model.routed.sizes(block))
 

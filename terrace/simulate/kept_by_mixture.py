@@ -57,7 +57,6 @@ def worst_load(work: Work, experts: ExpertsConfig) -> float:
 
 
 def mixture_nodes(tape: BlockTape, mixture: Mixture) -> Iterator[Node]:
-    """Rule for a mixture."""
     # Where a recomputed block gathers the tokens, router and shared expert are counted with all of them.
     source = yield from gathered(tape, mixture.source)
     weights = yield from _weights(tape, mixture, source)

@@ -141,7 +141,6 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
 
 
 def _folded(device: Device, work: Work, accumulate: bool) -> Seconds:
-    """Seconds of all operations of `work.layer` in sequence."""
     found = _products_seconds(device, work, accumulate)
     for operation in work.layer.passed:
         found = _sum(found, _RULES[type(operation)](device, work, operation, accumulate))

@@ -52,7 +52,6 @@ class Channels:
         return self._numbers.setdefault(channel, len(self._numbers)) * self.size
 
     def words(self, message: int) -> str:
-        """Description of a message for error texts."""
         number, micro = divmod(message, self.size)
         sender, _, is_gradient, block = list(self._numbers)[number]
         return f"the {'gradient' if is_gradient else 'output'} of b{block}, micro-batch {micro}, from stage {sender}"
@@ -85,7 +84,6 @@ class Reader:
         self.received = {of: number * channels.size for number, of in enumerate(received)}
 
     def moves(self) -> list[StageMove]:
-        """The moves of a step."""
         folded, segments = self.program.segments.folded, self.program.segments
         bodies = [
             self._steps(instructions, numbers)
@@ -162,7 +160,6 @@ class Reader:
 
 
 def passes_of(program: "Program") -> list[Instruction]:
-    """The passes of a step, in order."""
     segments = program.segments
     bodies = [[each for each in body if each.op in PASSES] for body in segments.bodies]
     return [each.later(micro) for body, micro in segments.order for each in bodies[body]]

@@ -28,8 +28,6 @@ class Notes(NamedTuple):
 
 
 class NotingRank(Rank):
-    """A rank that takes notes."""
-
     __slots__ = ("moments", "sent", "waits")
 
     def __init__(self, program: "Program") -> None:

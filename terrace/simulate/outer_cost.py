@@ -27,7 +27,6 @@ def take_passes(outer: Outer) -> list[int]:
 
 
 def apply_passes(outer: Outer) -> list[int]:
-    """Operations of an OUTER_APPLY on a slice."""
     mean = [_COPY] * outer.penalty + [_NORM]  # divided in place, then its norm
     if outer.optimizer == "average":
         step = [_SUB]

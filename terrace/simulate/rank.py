@@ -177,7 +177,6 @@ class Rank(BelowClocks):
         self.play_steps(event)
 
     def play_steps(self, event: Event) -> None:
-        """Play the steps of a pass in order."""
         sent: list[Moment] = []
         for does, step, number in event.steps:
             if does is Doing.COMPUTE:
@@ -190,7 +189,6 @@ class Rank(BelowClocks):
                 self.leave(number)
 
     def reduce(self, event: Event) -> None:
-        """REDUCE of a unit's gradient."""
         self.reduced[event.block] = moment = self.issue(event, START)
         self.reductions.append(moment)
 
@@ -327,7 +325,6 @@ class Rank(BelowClocks):
             self.time_s[category] += self.stand(longer_s)
 
     def compute(self, event: Event) -> None:
-        """Run an event on the compute stream."""
         seconds = event.seconds
         if self.busy_s <= self.now_s:  # every lane is idle
             self.time_s[event.category] += seconds

@@ -18,8 +18,6 @@ from terrace.simulate.work import Work
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedStep:
-    """A step with the recording and the memory of every stage; `whole` is the recorded step."""
-
     prediction: Prediction
     whole: Prediction
     recordings: tuple[Recording, ...]
@@ -45,7 +43,6 @@ class RecordedStep:
 
     @cached_property
     def path(self) -> CriticalPath:
-        """The critical path through all stages."""
         return critical_path(*self.recordings)
 
     @cached_property
@@ -60,7 +57,6 @@ class RecordedStep:
 
 
 def record_predicted(prediction: Prediction) -> RecordedStep:
-    """Record a predicted step."""
     # A folded prediction has no times for the extrapolated micro-batches.
     whole = prediction if prediction.is_whole else play_whole(prediction.step)
     recordings = record_stages(whole.programs, whole.costs)

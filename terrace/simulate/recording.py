@@ -107,7 +107,6 @@ class Recorder(Rank):
         self.done_s.append(now_s)
 
     def recording(self, begin_s: float = 0.0) -> Recording:
-        """The recording of the last step."""
         spans, started_s, done_s, origin_s = self.spans, self.started_s, self.done_s, self.origin
         # Spans were noted by the rank's clock, which stands still while cores are shared (terrace.simulate.rank).
         if self.halts:
@@ -180,7 +179,6 @@ class Recorder(Rank):
             )
 
     def updated_on_cores(self, event: Event, begin_s: float, there: Moment) -> Moment:
-        """Record an update on the host's cores."""
         lane, done_s = below_lane(self.program, CORES), self.slots.cores_s
         after = self.newest[COMPUTE]
         for number in (there[1], self.newest[lane]):
@@ -189,12 +187,10 @@ class Recorder(Rank):
         return done_s, self._add(lane, begin_s, done_s, event.category, after)
 
     def read_below(self, state: str, seconds: float, ready: Moment) -> Moment:
-        """Record a read of parameters, gradients or rows."""
         done_s, _ = Rank.read_below(self, state, seconds, ready)
         return self._moved(state, done_s, seconds, 0, ready[1])
 
     def write_below(self, state: str, seconds: float, ready: Moment) -> Moment:
-        """Record a write of parameters, gradients or rows."""
         done_s, _ = Rank.write_below(self, state, seconds, ready)
         return self._moved(state, done_s, seconds, 1, ready[1])
 
@@ -229,7 +225,6 @@ class Recorder(Rank):
         self.wait((done_s, number), event.category)
 
     def wait(self, moment: Moment, category: str) -> None:
-        """Wait, and record the span waited for."""
         # A cause on another stage is set by the pipeline and holds for one wait.
         (stage, after), self.cause = self.cause or (-1, moment[1]), None
         start_s = self.now_s

@@ -151,7 +151,6 @@ def ordered(steps: Steps) -> Iterator[tuple[Doing, Compute | Gap | RoutedMessage
 def pass_steps(
     steps: Steps, op: Op, category: str, block: int, own: RoutedSeconds, prices: "InBlockPrices"
 ) -> Iterator[PassStep]:
-    """Priced steps of a pass, in order."""
     for does, item, number in ordered(steps):
         if isinstance(item, Compute):
             yield PassStep(does, Event(op, block, own.of(item), -1, category))

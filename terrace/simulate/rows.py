@@ -95,7 +95,6 @@ def recording_rows(recording: Recording, group: str = "", begin_s: float = 0.0) 
 
 
 def passes_row(program: Program, passes: Iterable[Passed], group: str = "") -> TimelineRow:
-    """The played passes of a stage."""
     spans = []
     for instruction, start_s, end_s in passes:
         category = "forward" if instruction.op is Op.FORWARD else "backward"

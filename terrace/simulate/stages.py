@@ -102,7 +102,6 @@ class _Noting(Rank):
         self.ends_s: list[float] = []
 
     def run_all(self, passes: Passes) -> None:
-        """Run several passes, as `Rank.run_all`."""
         number, plays = 0, passes.plays
         is_alone = len(plays) == 1
         if not self.notes:

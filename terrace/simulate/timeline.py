@@ -50,11 +50,9 @@ class Timeline:
 
     @cached_property
     def ends_s(self) -> tuple[list[float], ...]:
-        """End of every task, indexed as `starts_s`."""
         return tuple(map(self.ends_of, range(self.orders.num_stages)))
 
     def ends_of(self, stage: int) -> list[float]:
-        """End of every task of a stage."""
         row, each = self.orders.placement[stage], self.seconds
         passes = each.forward_s, each.backward_s, each.input_s, each.weight_s
         lasts = [[seconds[virtual] for virtual in row] for seconds in passes]
@@ -77,7 +75,6 @@ class Timeline:
 
     @cached_property
     def busy_s(self) -> list[float]:
-        """Compute seconds of each stage."""
         return [
             sum(end - start for start, end in zip(starts, ends, strict=True))
             for starts, ends in zip(self.starts_s, self.ends_s, strict=True)

@@ -122,7 +122,6 @@ class Work:
 
     @property
     def stream_tokens(self) -> int:
-        """Tokens of the residual stream on a rank."""
         return math.ceil(self.tokens / (self.rows if self.sequence_parallel else 1))
 
     @cached_property
@@ -137,7 +136,6 @@ class Work:
 
     @property
     def attended_heads(self) -> int:
-        """Query heads on a rank in attention."""
         return self._part.queries
 
     @property

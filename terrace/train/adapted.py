@@ -46,7 +46,6 @@ def fact_of(lora: LoraConfig | None) -> dict[str, object] | None:
 
 
 def lora_of(checkpoint: Checkpoint) -> LoraConfig | None:
-    """The adapter configuration of a checkpoint, or None."""
     table = checkpoint.facts.get(FACT)
     return None if table is None else load(LoraConfig, table, FACT)
 

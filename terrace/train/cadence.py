@@ -73,7 +73,6 @@ class Measured(Cadence):
 
 
 def cadence_of(rank: "RankOfRun") -> Cadence:
-    """The cadence of `train.checkpoint_every`."""
     train, cluster, failures = rank.run.train, rank.run.cluster, rank.run.cluster.failures
     if train.checkpoint_every != AUTO:
         return Cadence(train.known_every)

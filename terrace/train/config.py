@@ -66,7 +66,6 @@ class RunConfig:
 
     @property
     def on_pairs(self) -> bool:
-        """Whether the run trains on pairs of responses."""
         return self.train.objective in ON_PAIRS
 
     @property
@@ -153,7 +152,6 @@ def _check_places(name: str, table: Mapping[str, Any]) -> None:
 
 
 def sections_with(key: str) -> list[str]:
-    """Sections of a run that have the key `key`."""
     hints = {name: hint for name, hint in get_type_hints(RunConfig).items() if name in _KEYED} | {"lora": LoraConfig}
     hints |= {"teacher": TeacherConfig, "prune": BlockPruning}
     hints |= {"teacher": TeacherConfig, "elastic": ElasticConfig}

@@ -33,7 +33,6 @@ class NoCopies(Hook):
         return predicted
 
     def ended(self) -> None:
-        """Frees the copies on all machines."""
         if self._came_from is not None:
             self._engine.comm.exchange(None)
             if self._world.hosts.index(self._world.hosts[self._world.rank]) == self._world.rank:
@@ -94,7 +93,6 @@ class Copies(NoCopies):
         return found
 
     def stepped(self, done: StepDone) -> None:
-        """Copies the state if a copy is due."""
         # A step that was given up left the state unchanged.
         if done.problem is None:
             is_due = done.number % self._every == 0 and done.number < self._train.steps

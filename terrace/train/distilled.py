@@ -37,7 +37,6 @@ _TIMEOUTS = 2  # as that of a step: longer than the watchdog's, which names the 
 
 
 def learning_of(run: RunConfig, batches: Batches) -> Learning:
-    """A run's objective."""
     return Taught(run, batches) if run.train.objective == DISTILL else Learning(run, batches)
 
 
@@ -81,7 +80,6 @@ class Taught(Learning):
 
     @property
     def objective(self) -> Objective:
-        """The engine's loss."""
         return self._loss
 
     def begin(

@@ -50,7 +50,6 @@ class ElasticConfig:
 
     @property
     def outer(self) -> Outer:
-        """The outer loop of the roster."""
         return Outer(tier="roster", every=self.every, optimizer=self.optimizer, lr=self.lr, momentum=self.momentum)
 
 
@@ -72,5 +71,4 @@ def address_of(text: str, *, is_own: bool = False) -> tuple[str, int]:
 
 
 def default_name(process: int) -> str:
-    """The name of an island without `elastic.island`."""
     return f"{socket.gethostname()}-{process}"[:64]

@@ -51,8 +51,6 @@ _MOMENTS = KINDS[ADAMW][1:]
 
 @dataclass(frozen=True, kw_only=True)
 class DcpExport:
-    """Options of an export."""
-
     dtype: str | None = None  # of the parameters; None: as they are stored
     naming: str = HUGGING_FACE  # names of parameters
     states: bool = True  # write the optimizer's states, too

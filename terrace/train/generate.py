@@ -92,7 +92,6 @@ def _encoded(prompt: Prompt, model: Trained) -> list[int]:
 
 
 def _decoded(made: Completion, model: Trained, stop_texts: Sequence[str]) -> str:
-    """The text of a completion without its stop text."""
     ids = list(made.tokens)
     if ids[-1] in model.stops:
         ids.pop()

@@ -45,8 +45,6 @@ class JobInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class RunJob(JobInputs):
-    """A run configuration with its inputs."""
-
     run: RunConfig
 
     def again(self) -> str:
@@ -86,7 +84,6 @@ def sources_text(sources: Sequence[Source], eval_sources: Sequence[EvalSource] =
 
 
 def read_sources(text: str) -> tuple[tuple[Source, ...], tuple[EvalSource, ...]]:
-    """Inverse of `sources_text`."""
     found = load(_Sources, json.loads(text), "sources")
     return found.sources, found.eval_sources
 

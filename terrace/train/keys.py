@@ -217,7 +217,6 @@ class TrainConfig(Outputs, Guards, Execution, Start, Records, Updates, Task):
         return "train.epochs" if self.epochs else "train.steps"
 
     def absolute(self) -> "TrainConfig":
-        """The same configuration with absolute paths."""
         return replace(self, keep_folder=self.keep_folder and self.keep_folder.absolute())
 
     def _check_decay(self) -> None:

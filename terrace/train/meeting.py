@@ -47,7 +47,6 @@ class Alone(Hook):
     """A run without a roster: one stretch of steps, and a vote of all ranks on an early stop."""
 
     def vote(self, world: World, signal: StopSignal, outer: Outer) -> Vote:
-        """The vote on an early stop."""
         return Vote(world, signal, interval=outer.interval, delay=outer.delay)
 
     def join(self, first_step: int) -> int:
@@ -175,7 +174,6 @@ def read_own(folder: Path) -> Own:
 
 
 def terms_of(run: RunConfig) -> Terms:
-    """The terms of a run's roster."""
     elastic = run.elastic
     return Terms(every=elastic.every, steps=run.train.steps, rounds=run.num_micros(), patience_s=elastic.patience_s)
 

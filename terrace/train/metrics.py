@@ -186,7 +186,6 @@ class Summary:
 
     @property
     def num_timed(self) -> int:
-        """Number of steps in `mean_time_s`."""
         return max(0, self._num_seen - self.num_warm_up)
 
     @property

@@ -51,7 +51,6 @@ class Learning:
 
     @property
     def objective(self) -> Objective:
-        """The engine's loss."""
         match self._run.train.objective:
             case "reward":
                 return reward_objective(self._seen)
@@ -122,7 +121,6 @@ class Learning:
         return batches._replace(micros=[micro.to(engine.device) for micro in batches.micros])
 
     def report(self, measured: StepReport) -> StepReport:
-        """The measured step with what runs beside it."""
         return measured
 
     def close(self) -> None:

@@ -58,6 +58,5 @@ def prune(
 
 
 def value_of(model: Trained, block: str, param: str) -> Tensor:
-    """A parameter of the model, on the CPU."""
     names = [spec.name for spec in block_specs(model.config)]
     return model.blocks[names.index(block)].get_parameter(param).detach().cpu()

@@ -42,7 +42,6 @@ class EventLog:
         self._folder, self._says_lost = folder, False
 
     def add(self, name: str, /, **facts: Any) -> None:
-        """Append an event with the present time."""
         try:
             append_event(self._folder, name, **facts)
         except OSError as error:

@@ -57,7 +57,6 @@ class RunFolder:
         return checkpoint.step
 
     def rate_after(self, step: int) -> float:
-        """Learning rate of the step that follows `step` steps."""
         raise NotImplementedError
 
 
@@ -77,7 +76,6 @@ def kind_of(table: Mapping[str, Any]) -> RunKind | None:
 
 
 def command_of(table: Mapping[str, Any]) -> str:
-    """The command that a run's settings belong to."""
     kind = kind_of(table)
     return TRAIN if kind is None else kind.command
 

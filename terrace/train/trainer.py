@@ -168,7 +168,6 @@ class Trainer:
 
     @property
     def predicted(self) -> StepReport | None:
-        """The predicted step of this rank, after the first step."""
         return self._times.predicted
 
     @property

@@ -145,7 +145,6 @@ def move_buffers(blocks: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def digest(tensor: Tensor) -> str:
-    """Hash of a tensor's values and shape."""
     # Bytes are viewed, so any dtype can be hashed; the shape is part of the digest.
     values = as_bytes(tensor.detach().cpu().reshape(-1))
     return hashlib.sha256(values.numpy().tobytes()).hexdigest() + str(tuple(tensor.shape))

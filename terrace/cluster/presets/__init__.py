@@ -19,7 +19,6 @@ _RESTATED = ("bandwidth_bytes_per_s", "shared", "shared_by")  # a tier is not re
 
 
 def preset_names() -> list[str]:
-    """Names that `load_cluster` knows."""
     files = resources.files(__package__).iterdir()
     return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
@@ -54,7 +53,6 @@ def _with_devices(tier: Any) -> Any:
 
 
 def load_cluster(name_or_path: str) -> Cluster:
-    """The preset with this name, or the cluster in this file."""
     return parse_cluster(cluster_table(name_or_path))
 
 

@@ -114,7 +114,6 @@ def error_sums(values: Tensor, wire: WireFormat) -> Tensor:
 
 
 def backend(device: torch.device) -> str:
-    """Name of the implementation used on a device."""
     if device.type == "cpu":
         return f"torch {torch.__version__} on the CPU"
     if not _has_triton():

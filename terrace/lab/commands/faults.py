@@ -101,7 +101,6 @@ def _shown(seen: Seen, batch: int, micro_batch: int) -> int:
 
 
 def table_of(found: Findings) -> Table:
-    """A row for each fault."""
     limit = f"others waited, at most {found.patience_s + MARGIN_S:g} s"
     table = Table(title="faults", headings=("fault", "after", "lost", limit), left=("fault", "lost"))
     for each in found.found:
@@ -111,7 +110,6 @@ def table_of(found: Findings) -> Table:
 
 
 def lines_of(found: Findings) -> list[str]:
-    """What else was found."""
     lines = [
         f"steps lost by the other islands: {found.num_steps_lost}; processes left running: {found.num_left}",
     ]

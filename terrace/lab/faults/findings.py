@@ -89,7 +89,6 @@ def _of(seen: Seen, ran: Ran) -> Iterator[Event]:
 
 
 def has_fault(seen: Seen, island: int, begin_s: float, end_s: float) -> bool:
-    """Whether an island has a fault at some time from `begin_s` to `end_s`."""
     for number, at_s in seen.done.items():
         fault = seen.faults[number]
         if fault.island != island or fault.by_rehearsal:

@@ -64,7 +64,6 @@ class Fault:
 
     @property
     def is_of_place(self) -> bool:
-        """Whether it stops the meeting place."""
         return self.island < 0 and self.rank < 0
 
     @property
@@ -74,7 +73,6 @@ class Fault:
 
     @property
     def ends(self) -> bool:
-        """Whether the process of the island ends by it."""
         return self.what in ("kill", "leave")
 
 

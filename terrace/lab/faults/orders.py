@@ -43,7 +43,6 @@ class Orders:
 
     @property
     def text(self) -> str:
-        """The value of `TERRACE_FAULTS`."""
         return json.dumps(asdict(self))
 
     def answer(self, number: int) -> Path:
@@ -97,7 +96,6 @@ class Written:
     def add(
         self, what: Happening, number: int = -1, attempt: int = 0, num_bytes: int = 0, state_bytes: int = 0
     ) -> None:
-        """Write an event that happens now."""
         event = Event(
             what=what,
             at_s=time.monotonic(),
@@ -131,5 +129,4 @@ class Lines:
 
 
 def event_of(line: str) -> Event:
-    """The event of a line."""
     return load(Event, json.loads(line), "an event of a rehearsal")

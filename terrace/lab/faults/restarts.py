@@ -62,7 +62,6 @@ class Restarts:
         return found
 
     def run(self) -> None:
-        """Run to the end, or to an end that no fault explains."""
         run_folder, again = self._folder / "run", list[str]()
         while True:
             before = max(trained_steps(run_folder), default=0)

@@ -50,7 +50,6 @@ def bins_of(lengths: Sequence[int]) -> list[Bin]:
 
 
 def histogram_table(bins: Sequence[Bin]) -> Table:
-    """Table of the bins, with a bar for the tokens of each."""
     headings = ("from", "to", "documents", "of documents", "of tokens", "of attention", "tokens")
     table = Table(title="lengths of documents, in tokens", headings=headings, left=("tokens",))
     most = max(each.tokens for each in bins)

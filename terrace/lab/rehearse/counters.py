@@ -48,7 +48,6 @@ class TierCounts:
 
     @property
     def sent_bytes(self) -> int:
-        """Sum over ranks."""
         return sum(rank.sent_bytes for rank in self.ranks)
 
 
@@ -71,7 +70,6 @@ class Counts:
 
     @property
     def tiers(self) -> tuple[TierCounts, ...]:
-        """Counts by tier, innermost first."""
         return tuple(
             TierCounts(
                 name=net.tier.name,

@@ -18,8 +18,6 @@ _ELEMENT_BYTES = 8
 
 
 class Way(StrEnum):
-    """How a tier is measured."""
-
     LATENCY = "latency"
     PAIR = "pair"
     UPLINK = "uplink"
@@ -38,7 +36,6 @@ class Experiment:
     groups: tuple[tuple[int, ...], ...] = ()
 
     def table(self) -> dict[str, Any]:
-        """Plain values for the probe."""
         return {name: getattr(self, name) for name in ("num_bytes", "num_times", "routes", "groups")}
 
 
@@ -58,7 +55,6 @@ class Figure:
 
 
 def experiments(wiring: Wiring) -> list[Experiment]:
-    """All experiments, tier by tier."""
     return [experiment for net in wiring.nets for experiment in _of_tier(wiring, net)]
 
 

@@ -17,18 +17,14 @@ _START_FIELD = 22  # of /proc/PID/stat, counted from 1: ticks since boot at whic
 
 @dataclass(frozen=True, order=True)
 class Owner:
-    """The process that runs a rehearsal."""
-
     pid: int
     start: int
 
     @property
     def fabric(self) -> str:
-        """Namespace of bridges and links."""
         return f"terrace-{self.pid}-{self.start}-fabric"
 
     def rank(self, rank: int) -> str:
-        """Namespace of a rank."""
         return f"terrace-{self.pid}-{self.start}-r{rank}"
 
 
@@ -54,7 +50,6 @@ def start_of(pid: int) -> int | None:
 
 
 def existing() -> list[str]:
-    """All named namespaces of this machine."""
     return sorted(os.listdir(FOLDER)) if FOLDER.is_dir() else []
 
 

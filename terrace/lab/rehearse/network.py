@@ -28,7 +28,6 @@ class Network:
     lost_delays: tuple[str, ...]  # tiers whose latency the kernel could not add
 
     def inside(self, rank: int, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` in a rank's namespace."""
         return [find("ip"), "netns", "exec", self.owner.rank(rank), *command]
 
     def counts(self) -> Counts:

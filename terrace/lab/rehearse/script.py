@@ -30,7 +30,6 @@ _QUEUE_FRAMES = 100_000
 
 
 def burst_bytes(rate_bytes_per_s: float) -> int:
-    """Burst of a link limited to this rate."""
     return int(min(max(rate_bytes_per_s * _BURST_S, _SMALLEST_BURST_BYTES), _LARGEST_BURST_BYTES))
 
 

@@ -60,8 +60,6 @@ class Uplink:
 
 @dataclass(frozen=True, kw_only=True)
 class TierNet:
-    """The network of one tier."""
-
     index: int
     tier: Tier  # with scaled figures
     bridges: tuple[str, ...]
@@ -70,7 +68,6 @@ class TierNet:
 
     @property
     def interface(self) -> str:
-        """Name of this tier's interface in every rank's namespace."""
         return f"t{self.index}"
 
     @property

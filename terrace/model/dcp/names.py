@@ -104,7 +104,6 @@ def to_titan(value: Tensor, num_heads: int) -> Tensor:
 
 
 def from_titan(value: Tensor, num_heads: int) -> Tensor:
-    """The inverse of `to_titan`."""
     rows = value.reshape(num_heads, -1, 2, value.shape[-1]) if num_heads else value  # (N, D/2, 2, H)
     return rows.transpose(1, 2).flatten(0, 2) if num_heads else value
 

@@ -122,7 +122,6 @@ class _Context:
         self.rotary = rotary
 
     def is_sliding(self, layer: int) -> bool:
-        """Whether a layer has a sliding window."""
         # Newer configurations list a type for each layer; older ones have one window for all.
         kind = self.kind(layer)
         if kind is not None:
@@ -148,8 +147,6 @@ class _Context:
 
 
 class EmbeddingBlock(nn.Module):
-    """The input embedding."""
-
     block_name = "embedding"
 
     def __init__(self, lookup: nn.Module, learned: nn.Module | None, dropout: nn.Module | None) -> None:
@@ -165,8 +162,6 @@ class EmbeddingBlock(nn.Module):
 
 
 class LayerBlock(nn.Module):
-    """A layer of the model."""
-
     def __init__(self, layer: nn.Module, index: int, context: _Context, what: str) -> None:
         super().__init__()
         self.block_name = f"layers.{index}"

@@ -74,7 +74,6 @@ class Family:
 
     @property
     def table(self) -> type[Any]:
-        """The dataclass of its keys."""
         return made(self.keys)
 
     @property

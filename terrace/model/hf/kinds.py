@@ -169,7 +169,6 @@ def read_delta(loaded: Any) -> dict[str, Any]:
 
 
 def write_delta(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
-    """Inverse of `read_delta`, for a family's `table`."""
     return {key: fields["delta"][own] for own, key in DELTA_KEYS.items()} if has_linear(table) else {}
 
 

@@ -63,7 +63,6 @@ class StoredTensor:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of its tensors in the files."""
         return tuple(self.name.format(index) for index in range(self.num_stacked)) if self.num_stacked else (self.name,)
 
 

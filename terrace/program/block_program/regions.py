@@ -110,12 +110,10 @@ class _Writer:
         self.awaited: list[BlockStep] = []  # in a backward: steps to run before the region's input is read again
 
     def forward(self, operations: Iterable[Operation]) -> Iterator[BlockStep]:
-        """Steps of a forward of `operations`."""
         for operation in operations:
             yield from _RULES[type(operation)][0](self, operation)
 
     def backward(self, operations: Sequence[Operation]) -> Iterator[BlockStep]:
-        """Steps of a backward of `operations`, in reverse order."""
         for operation in reversed(operations):
             yield from _RULES[type(operation)][1](self, operation)
 

@@ -39,7 +39,6 @@ from terrace.program.block_program.steps import Await, BlockStep, Compute, Compu
 
 
 def routed_steps(tensor: TensorTraffic, block: BlockSpec) -> tuple[Steps, Steps]:
-    """`expert_steps` of a block, sliced for a tensor rank."""
     return expert_steps(ExpertTraffic.of(tensor, block))
 
 

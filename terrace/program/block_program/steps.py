@@ -30,8 +30,6 @@ _TOLD = (MessageClass.CHOICES, MessageClass.ROUTE)
 
 
 class ComputeKind(StrEnum):
-    """Pieces of compute that hide messages."""
-
     OUTPUTS = "outputs"
     INPUT_GRADIENTS = "gradients of inputs"
     WEIGHT_GRADIENTS = "gradients of weights"
@@ -149,7 +147,6 @@ def _weighs(step: BlockStep) -> bool:
 
 
 def messages_of(steps: Iterable[BlockStep]) -> Iterator[InBlockMessage]:
-    """Messages of `steps` in the order of issue."""
     for step in steps:
         if isinstance(step, Send):
             yield from step.messages

@@ -49,7 +49,6 @@ class Orders:
 
     @property
     def num_virtual(self) -> int:
-        """Number of pieces of the model."""
         return self.num_stages * self.num_chunks
 
     def holders(self) -> list[tuple[int, int]]:

@@ -46,7 +46,6 @@ def _schedules() -> dict[str, Callable[..., Orders]]:
 
 
 def schedule_names() -> list[str]:
-    """The names of all schedules."""
     return list(_schedules())
 
 

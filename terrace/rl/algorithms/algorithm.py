@@ -178,7 +178,6 @@ class Algorithm:
 
     @property
     def traits(self) -> Traits:
-        """The facts of this algorithm."""
         return TRAITS[self.name]
 
     def without_effect(self, key: str) -> str:

@@ -61,7 +61,6 @@ class Task:
 
     @property
     def name(self) -> str:
-        """Role and method."""
         return f"{self.role}.{self.call.method}"
 
 
@@ -96,8 +95,6 @@ class Store(Protocol):
 
 
 class Host:
-    """The roles of one process."""
-
     def __init__(self, world: World | None, store: Store) -> None:
         self._world, self._store = world, store
         self._workers: dict[str, Any] = {}

@@ -44,7 +44,6 @@ class InlineRuntime(Runtime):
         """Does nothing: rows are garbage-collected."""
 
     def close(self) -> None:
-        """Drop the workers."""
         self._hosts.clear()
 
 

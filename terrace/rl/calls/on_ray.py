@@ -81,7 +81,6 @@ class _Actor:
     """One rank. Call order: `where`, `host` on one rank, `join`, then `run`."""
 
     def where(self) -> tuple[str, str]:
-        """Id and address of this node."""
         return _ray.get_runtime_context().get_node_id(), _ray.util.get_node_ip_address()
 
     def host(self, address: str) -> int:

@@ -30,7 +30,6 @@ class Pending:
     since_s: float = 0.0
 
     def add(self, sent: Sent) -> None:
-        """Record that a call was sent."""
         self.since_s = self.since_s if self.calls else time.monotonic()
         self.calls.append(sent)
 

@@ -111,7 +111,6 @@ class Processes:
                 os.kill(pids[rank], number)
 
     def beats(self) -> HeartbeatStore:
-        """The heartbeats of the processes."""
         return self._pool.beats(len(self.links))
 
     def close(self, patience_s: float) -> None:

@@ -227,7 +227,6 @@ class Runtime(ABC):
         return pool
 
     def number(self) -> int:
-        """A unique number for a call."""
         self._numbers += 1
         return self._numbers
 
@@ -238,7 +237,6 @@ class Runtime(ABC):
         return handle
 
     def read(self, parts: Sequence[Part]) -> Rows:
-        """Fetch and concatenate the rows of all parts."""
         return joined(self._store, [Piece(part.place, 0, len(part.tokens)) for part in parts])
 
     def pieces(self, parts: Sequence[Part], start: int, stop: int, columns: Sequence[str]) -> tuple[Piece, ...]:

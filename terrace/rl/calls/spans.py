@@ -53,11 +53,9 @@ class Calls:
         self._sent: weakref.WeakKeyDictionary[object, tuple[int, float]] = weakref.WeakKeyDictionary()
 
     def sent(self, handle: object, pool: int) -> None:
-        """Record that a call was sent to a pool."""
         self._sent[handle] = pool, now_s()
 
     def ended(self, handle: object, span: Span) -> None:
-        """Record the span of an answered call."""
         self._sent.pop(handle, None)
         self._last_s[span.pool] = max(self._last_s[span.pool], span.end_s)
         self._ended.append(span)

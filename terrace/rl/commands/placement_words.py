@@ -118,7 +118,6 @@ def measured_words(report: IterationReport, measured: Mapping[str, float], why_n
 
 
 def groups_words(report: IterationReport) -> str:
-    """Devices and roles of each pool."""
     groups = [[role.name for role in report.roles if role.pool == index] for index in range(len(report.pools))]
     return " | ".join(f"{pool.devices}: {', '.join(names)}" for pool, names in zip(report.pools, groups, strict=True))
 

@@ -75,7 +75,6 @@ class Record:
         self.events.add("saved", step=step, folder=f"{folder.parents[1].name}/{folder.name}")
 
     def close(self) -> None:
-        """Closes the files and the trackers."""
         self._metrics.close()
         for file in self._files.values():
             file.close()

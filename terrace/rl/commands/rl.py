@@ -19,7 +19,6 @@ from terrace.train.runs import CONFIG, table_to_resume
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Learns, or explains; returns 0."""
     _check_explain(options)
     resume, going_on = resumed(options)
     if not options.explain:

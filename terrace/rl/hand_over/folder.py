@@ -87,7 +87,6 @@ class FolderHandOver:
 
     @property
     def names(self) -> Sequence[str]:
-        """Names of the blocks."""
         return [spec.name for spec in self._engine.state.specs]
 
 

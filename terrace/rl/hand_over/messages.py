@@ -68,7 +68,6 @@ class BlockParts:
         return self.slices[move.parameter][inside(move.box, self.boxes[move.parameter])]
 
     def read(self, move: Move) -> Tensor:
-        """The values that this rank sends in a move."""
         # Values that this rank needs too are in its slice by now; others are in its flat buffers, in one or more boxes.
         need = self.boxes.get(move.parameter)
         if need is not None and overlap(move.box, need) == move.box:

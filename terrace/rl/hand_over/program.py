@@ -67,7 +67,6 @@ class HandOverProgram:
 
     @cached_property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """Bytes that this rank sends, by message class and tier."""
         total = Counter[tuple[MessageClass, str]]()
         for position in range(len(self.instructions)):
             message = self.message(position)
@@ -82,12 +81,10 @@ def hand_over_program(cluster: Cluster, transition: Transition, rank: int) -> Ha
 
 
 def hand_over_programs(cluster: Cluster, transition: Transition) -> list[HandOverProgram]:
-    """The programs of all ranks."""
     return _programs(cluster, transition, None, range(cluster.world_size))
 
 
 def instructions_of(transition: Transition) -> tuple[Reshard, ...]:
-    """The instructions of all ranks."""
     tiers, alike = transition.tiers, transition.alike
     crosses = {first: crossing(cells, tiers) for first, cells in transition.cells.items()}
     return tuple(

@@ -53,7 +53,6 @@ class _Ends:
 
 
 def predict_hand_over(cluster: Cluster, transition: Transition) -> HandOverCost:
-    """Cost of a hand-over on the cluster for which the transition was built."""
     alike, world = transition.alike, cluster.world_size
     sends = {first: transition.sends(first) for first in dict.fromkeys(alike)}
     known = dict[tuple[int, ...], _Ends]()  # by the first equal blocks, and the tier
@@ -124,6 +123,5 @@ def _of_peers(groups: Sequence[int], ends: _Ends, rank: int) -> frozenset[int]:
 
 
 def _numbered(keys: Iterable[Sequence[Hashable]]) -> list[int]:
-    """The number of each key among the distinct ones."""
     numbers = dict[tuple[Hashable, ...], int]()
     return [numbers.setdefault(tuple(key), len(numbers)) for key in keys]

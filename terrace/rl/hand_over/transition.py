@@ -109,11 +109,9 @@ class Transition:
         return {first: cells_of(self.holds[first], self._needs(own)) for first, own in self.slices.items()}
 
     def moves(self, block: int, rank: int | None = None) -> list[Move]:
-        """The moves of a block; with `rank`, only those from and to it."""
         return moves_of(self.cells[self.alike[block]], self.tiers, rank)
 
     def num_bytes(self, block: int, move: Move) -> int:
-        """Bytes of a move of a block."""
         return numel(move.box) * self._element_bytes[self.alike[block]][move.parameter]
 
     def sends(self, block: int) -> list[Sends]:

@@ -85,7 +85,6 @@ def _own(program: HandOverProgram, block: int, name: str) -> Sequence[Box]:
 
 
 def _covered(box: Box, by: Iterable[Box]) -> bool:
-    """Whether the boxes `by` cover all of `box`."""
     return all(labels != 1 for _, labels in overlay([(box, 1), *((each, 2) for each in by)]))
 
 

@@ -18,7 +18,6 @@ _Span = tuple[int, int]  # first rank, number of ranks
 
 
 def between_pools(cluster: Cluster, source: _Span, target: _Span, rows: int, dataflow: Dataflow) -> HandOverCost:
-    """Cost of the hand-over of the trained role from one pool to another."""
     blocks = dataflow.source.blocks
     item = FORMATS[dataflow.compute].element_bytes
     model_bytes = item * sum(param.numel for block in blocks for param in block.params)

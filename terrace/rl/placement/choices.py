@@ -131,7 +131,6 @@ class Choices:
 
 
 def scoring_plans(flow: Dataflow, role: Role, cluster: Cluster) -> list[Plan]:
-    """Plans of a role that only scores, on all devices of a pool."""
     inner, heads = cluster.tiers[0], layer_operations(role.model).core.kv_heads
     sizes = [size for size in range(1, inner.size + 1) if inner.size % size == 0 and heads % size == 0]
     # Cut parameters need no sharding: a rank holds as much either way.

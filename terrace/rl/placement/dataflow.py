@@ -48,7 +48,6 @@ class Role:
 
     @property
     def does(self) -> str:
-        """Its work, in words."""
         words = [word for word, is_so in zip(_DOES, (self.generates, self.scores, self.trains), strict=True) if is_so]
         return ", ".join(words)
 
@@ -111,12 +110,10 @@ class Dataflow:
 
     @property
     def sequences(self) -> int:
-        """Responses per iteration."""
         return self.prompts * self.samples
 
     @property
     def sequence(self) -> int:
-        """Tokens of a prompt and its response."""
         return self.prompt_tokens + self.response_tokens
 
     @property
@@ -138,7 +135,6 @@ class Dataflow:
 
     @property
     def generator(self) -> Role:
-        """The role that generates."""
         return next(role for role in self.roles if role.generates)
 
     @property
@@ -199,5 +195,4 @@ def _check(role: Role, dataflow: Dataflow) -> None:
 
 
 def names_of(roles: Sequence[Role]) -> str:
-    """Names of roles in one line."""
     return " + ".join(role.name for role in roles)

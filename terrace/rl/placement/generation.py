@@ -127,7 +127,6 @@ class Replica:
         )
 
     def _share(self, flow: Dataflow) -> tuple[int, int]:
-        """Sequences and prompts per replica."""
         num_replicas = self.cluster.world_size // self.rows
         return -(-flow.sequences // num_replicas), -(-flow.prompts // num_replicas)
 
@@ -150,7 +149,6 @@ class Replica:
 
     @cached_property
     def weights_bytes(self) -> int:
-        """Bytes of a rank's slice of the parameters."""
         each = (times * sum(param.numel for param in block.params) for block, times in self.kinds.items())
         return self.item_bytes * sum(each)
 

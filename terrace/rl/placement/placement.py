@@ -94,18 +94,15 @@ class IterationReport:
 
     @property
     def tokens(self) -> int:
-        """Tokens of prompts and responses."""
         return self.dataflow.tokens
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the iteration."""
         rest = (self.stages[stage] for stage in (GENERATE, PREPARE, TRAIN))
         return self.stages[RESHARD] + self.dataflow.iteration_s(*rest)
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of prompts and responses per second."""
         return self.tokens / self.seconds
 
     @property

@@ -35,8 +35,6 @@ MOST_TRIED = 1_000_000  # placements, whole or in part, after which a search giv
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A placement and its price."""
-
     placement: RolePlacement
     report: IterationReport
 

@@ -60,7 +60,6 @@ class Ragged:
         return [self.values[start:stop] for start, stop in pairwise(self.offsets.tolist())]
 
     def with_values(self, values: Tensor) -> "Ragged":
-        """The same rows with other values."""
         return Ragged(values, self.offsets)
 
     def lists(self) -> list[list[Any]]:
@@ -100,7 +99,6 @@ class Ragged:
 
 
 def joined(parts: Sequence[Ragged]) -> Ragged:
-    """Concatenate the rows of all parts."""
     lengths = torch.cat([part.lengths for part in parts])
     return Ragged(torch.cat([part.values for part in parts]), offsets_of(lengths))
 

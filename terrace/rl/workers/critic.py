@@ -40,7 +40,6 @@ class Critic:
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings, **_: object) -> RoleLayout:
-        """The plan's data ranks."""
         return RoleLayout.of(settings.cluster, settings.plan)
 
     @call(split="data", take="data", balance="rows", reads=TEXTS)
@@ -69,5 +68,4 @@ class Critic:
 
     @call()
     def resume(self, folder: Path) -> None:
-        """Load a checkpoint of `save`."""
         resume(self._engine, Checkpoint(folder))

@@ -76,8 +76,6 @@ def load_environment(name: str, folder: str) -> type:
 
 @dataclass(eq=False)
 class _Row:
-    """A response under way."""
-
     index: int
     request: Request
     player: Player | None = None  # on the first tensor rank

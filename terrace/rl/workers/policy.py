@@ -213,7 +213,6 @@ class Actor:
 
     @call()
     def resume(self, folder: Path) -> None:
-        """Load a checkpoint of `save`."""
         resume(self.engine, Checkpoint(folder))
         self._blocks, self._written = None, -1
 
@@ -227,7 +226,6 @@ class Reference:
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings) -> RoleLayout:
-        """Data ranks of the plan."""
         return RoleLayout.of(settings.cluster, settings.plan)
 
     @call(split="data", take="data", balance="rows", reads=TEXTS)
@@ -245,7 +243,6 @@ class Student:
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings) -> RoleLayout:
-        """Data ranks of the plan."""
         return RoleLayout.of(settings.cluster, settings.plan)
 
     @call()

@@ -33,8 +33,6 @@ _BY_PLACE = (
 
 @dataclass(frozen=True)
 class _Signature:
-    """Parameters of a function."""
-
     required: Mapping[str, bool]  # name -> whether it has no default
     takes_all: bool  # has **kwargs
     by_place: bool  # accepts a positional argument

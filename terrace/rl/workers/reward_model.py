@@ -23,14 +23,12 @@ class RewardModel:
     """
 
     def __init__(self, world: World | None, *, settings: EngineSettings, column: str = "reward") -> None:
-        """Raises as the engine does."""
         self._column = column
         objective = values_objective_of(lambda found, _: found.values.sum())
         self._engine = engine_of(world, settings, objective, device_of(settings), freeze=ALL)
 
     @classmethod
     def layout(cls, num_ranks: int, *, settings: EngineSettings, column: str = "reward") -> RoleLayout:
-        """The plan's data ranks."""
         return RoleLayout.of(settings.cluster, settings.plan)
 
     @call(split="data", take="data", balance="rows", reads=("prompts", "responses"))

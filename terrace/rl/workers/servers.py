@@ -92,12 +92,10 @@ class RolloutKeys:
 
     @property
     def is_served(self) -> bool:
-        """Whether servers generate."""
         return self.engine == "http"
 
     @property
     def words(self) -> Server:
-        """The words of its servers."""
         return SERVERS[self.server]
 
 

@@ -181,7 +181,6 @@ class _OfWindow:
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS) -> Tensor:
-        """As `ContextAxis.attend`, with these layers' window."""
         return self._axis.attend(query, key, value, sinks, window=self._index)
 
 

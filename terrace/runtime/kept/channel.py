@@ -61,7 +61,6 @@ def _nothing() -> None:
 
 
 def untimed(work: Work, category: str, lane: str) -> Work:
-    """Return the work unchanged."""
     return work
 
 
@@ -79,11 +78,9 @@ class Channel:
         return self.around(work, message.value, self.medium)
 
     def count(self, message: MessageClass, num_bytes: int) -> None:
-        """Add bytes to the ledger."""
         self._ledger.add(message, self.medium, num_bytes)
 
     def stop(self) -> None:
-        """Stop the lanes."""
         failed = self.reader.failed or self.writer.failed
         self.reader.close(wait=not failed)
         self.writer.close(wait=not failed)

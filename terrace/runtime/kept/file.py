@@ -98,7 +98,6 @@ class KeptFile:
             self._handle = -1
 
     def _fill(self, number: int, memory: memoryview) -> None:
-        """Fill `memory` from the begin of a piece on."""
         start, size, done = self._starts[number], len(memory), 0
         while done < size:
             count = self._call(os.preadv, memory[done:], start + done, "read")
@@ -111,7 +110,6 @@ class KeptFile:
         self._dropped(start, size)
 
     def _store(self, number: int, memory: memoryview) -> None:
-        """Write `memory` from the begin of a piece on."""
         start, size, done = self._starts[number], len(memory), 0
         while done < size:
             done += self._call(os.pwritev, memory[done:], start + done, "written")

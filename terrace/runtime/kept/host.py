@@ -31,19 +31,15 @@ class HostMemory:
         self._memory = torch.frombuffer(memory, dtype=torch.uint8)
 
     def read(self, number: int, memory: memoryview) -> None:
-        """Fill `memory` with a piece."""
         size = self.sizes[number]
         # By torch, which lets other threads run meanwhile.
         torch.frombuffer(memory, dtype=torch.uint8, count=size).copy_(self.piece(number))
 
     def write(self, number: int, memory: memoryview) -> None:
-        """Store a piece."""
         self.piece(number).copy_(torch.frombuffer(memory, dtype=torch.uint8, count=self.sizes[number]))
 
     def close(self) -> None:
-        """Give the memory back."""
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def piece(self, number: int) -> torch.Tensor:
-        """The memory of a piece."""
         return self._memory[self._starts[number] : self._starts[number + 1]]

@@ -57,7 +57,6 @@ class Cores:
         return 1.0 / max(1.0 / rate, self._pace.least_s(CORES, 1))
 
     def close(self) -> None:
-        """Stop the lane."""
         self._lane.close(wait=not self._lane.failed)
 
 
@@ -70,7 +69,6 @@ class SharedGradient:
         self._owned, self.dtype, self.scale = owned, owned.dtype, torch.ones(())
 
     def numel(self) -> int:
-        """Elements of the slice."""
         return self._owned.numel()
 
     def __getitem__(self, part: slice) -> Tensor:

@@ -25,7 +25,6 @@ class Resident:
 
     @property
     def values(self) -> Tensor:
-        """The tensor."""
         return self._values
 
     @contextmanager

@@ -204,7 +204,6 @@ class Ring:
         self._read_ahead()
 
     def drain(self) -> None:
-        """Wait for all writes."""
         for _, ticket in self._free:
             ticket.wait()
         for _, _, ticket in self._ahead:

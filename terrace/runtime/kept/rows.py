@@ -357,7 +357,6 @@ class RowState:
         self._opened = [self.tensor]
 
     def close(self) -> None:
-        """Store the values."""
         values = self._opened.pop().view(-1, self._rows.pages.width)
         for numbers in self._visited():
             self._rows.write(self._index, numbers, values[: len(numbers)])

@@ -138,7 +138,6 @@ class KeptState:
         self.store(self._opened.pop())
 
     def store(self, values: Tensor) -> None:
-        """Set the whole state (n)."""
         for memory, part in self._passage.each(self.index, stores=True):
             state = self._make(memory, part)
             state.open()

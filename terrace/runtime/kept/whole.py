@@ -82,7 +82,6 @@ class FrozenState:
         self._opened = [self.tensor]
 
     def close(self) -> None:
-        """Store the values."""
         self._whole.write(self._opened.pop(), counted=False).wait()
 
 

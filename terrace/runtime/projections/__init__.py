@@ -10,7 +10,6 @@ __all__ = ["Projection", "projection_of"]
 
 
 def projection_of(config: OptimizerConfig) -> Projection:
-    """The projection of the optimizer galore or lsp."""
     if config.name == GALORE:
         return Galore(config.rank)
     return Lsp(config.rank, config.density, config.alpha)

@@ -64,7 +64,6 @@ class Passages:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of `sums`."""
         return FIGURES if self._counts else ()
 
     @property
@@ -106,7 +105,6 @@ class Passages:
         self._chosen = [self._chosen_of(*each) for each in zip(batches, self._passages, strict=True)]
 
     def remove(self) -> None:
-        """Detach from the routers."""
         for router in self._routers:
             router.gating = None
 

@@ -43,11 +43,9 @@ class RoutedAxis(InBlockAxis):
         return self._declared
 
     def peers(self, message: RoutedMessage) -> tuple[int, ...]:
-        """The ranks of a message on its tier."""
         return self._line(message).peers(self._rank, message.tier)
 
     def wire(self, message: RoutedMessage) -> WireFormat:
-        """The wire format of a message's rows."""
         return self._over(message)[1].wire
 
     def code(self, message: RoutedMessage, rows: Tensor) -> Tensor:

@@ -86,7 +86,6 @@ class AxisComm:
         return self.in_block.submit(lambda: self._reduce_into(part, x), self._message(Leg.REDUCE, x))
 
     def wait(self, flight: InFlight) -> None:
-        """Wait for a message that was started."""
         self.in_block.wait(flight, self._ranks)
 
     @property

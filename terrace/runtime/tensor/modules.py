@@ -224,7 +224,6 @@ class WholeLinear(_Linear):
         self._num_same = num_same
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply, add the bias."""
         num = self._num_same
         y = F.linear(x, share(self.weight, num), None if self.bias is None else share(self.bias, num))
         more = self.adapted(x, num_same=num)

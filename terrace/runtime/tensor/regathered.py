@@ -70,7 +70,6 @@ class RegatheredInput:
             self._storage.resize_(0)
 
     def refill(self, comm: AxisComm) -> None:
-        """Start to gather the input again."""
         if self.drops:
             # The same storage grows again, so views saved by autograd see the values.
             self._storage.resize_(self._num_bytes)

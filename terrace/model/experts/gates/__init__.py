@@ -16,8 +16,6 @@ TINY = 1e-20  # added to denominators, since all scores may underflow to zero
 
 
 class Choice(NamedTuple):
-    """The experts of each token and their weights."""
-
     experts: Tensor  # (T, k) int64, the highest score first; -1: none
     weights: Tensor  # (T, k)
     scores: Tensor = NO_SCORES  # (T, E), positive, without bias
