@@ -60,6 +60,9 @@ _NEXT_RELEASED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mlp_o
 _NEXT_RELEASED |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
 _MROPE = {"mrope_interleaved": True, "mrope_section": [1, 1, 0], "rope_type": "default", "rope_theta": 10000.0}
 _NEXT_RELEASED |= {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.25}}
+# Qwen3.5-35B-A3B with fewer and smaller layers: every layer has experts, whose weights are always normalised.
+_NEXT_MIXED = {key: value for key, value in _NEXT.items() if key != "intermediate_size"}
+_NEXT_MIXED |= {"model_type": "qwen3_5_moe_text"}
 TABLES: dict[str, dict[str, Any]] = {
     "gpt_oss, 20b": _OSS,
     "gpt_oss, 120b": _OSS | {"num_hidden_layers": 3, "num_local_experts": 16, "num_key_value_heads": 2},
@@ -162,6 +165,10 @@ TABLES: dict[str, dict[str, Any]] = {
     "qwen3_5_text, grouped by three": _NEXT_DENSE
     | {"linear_num_value_heads": 6, "full_attention_interval": 2, "rope_parameters": {"rope_type": "default"}}
     | {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    "qwen3_5_moe_text, released": _NEXT_MIXED | _NEXT_RELEASED,
+    "qwen3_5_moe_text, odd sizes": _NEXT_MIXED
+    | {"hidden_size": 21, "linear_num_key_heads": 1, "linear_num_value_heads": 3, "num_hidden_layers": 2}
+    | {"layer_types": ["full_attention", "linear_attention"], "attention_bias": True, "tie_word_embeddings": True},
     "gpt2, untied": _GPT2 | {"model_type": "gpt2", "tie_word_embeddings": False, "n_inner": 31},
 }
 TOKENS = torch.randint(0, 61, (3, 19), generator=torch.Generator().manual_seed(0))

@@ -30,6 +30,7 @@ from terrace.model.hf.key_tables import (
     Qwen3MoeTable,
     Qwen3NextTable,
     Qwen3Table,
+    Qwen35MoeTable,
     Qwen35Table,
     SmolLM3Table,
     made,
@@ -152,6 +153,16 @@ _DEEPSEEK_V3 = Family(
 )
 _HYBRID = _GATED | {"mlp_bias": False, "qk_norm": True, "norm_offset": True, "attention_gate": True}
 _QUARTER: dict[str, Any] = {"factor_key": "partial_rotary_factor", "default_factor": 0.25, "factor_is_free": True}
+_QWEN35 = Family(
+    keys=Qwen35Table,
+    architecture="Qwen3_5ForCausalLM",
+    names=_GROUPED | _BIASED | {"head_dim": "head_dim"},
+    constants=_HYBRID,
+    # Released files say how other software keeps states, and name the heads that predict more tokens.
+    harmless=frozenset({"mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}),
+    only={"attn_output_gate": (True,)},
+    **_QUARTER,
+)
 
 FAMILIES: Mapping[str, Family] = {
     "llama": _LLAMA,
@@ -306,17 +317,20 @@ FAMILIES: Mapping[str, Family] = {
         is_mixture=True,
         **_QUARTER,
     ),
-    "qwen3_5_text": Family(
-        keys=Qwen35Table,
-        architecture="Qwen3_5ForCausalLM",
-        names=_GROUPED | _BIASED | {"head_dim": "head_dim"},
-        constants=_HYBRID,
-        # Released files say how other software keeps states, and name the heads that predict more tokens.
-        harmless=frozenset(
-            {"mamba_ssm_dtype", "mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
-        ),
-        only={"attn_output_gate": (True,)},
-        **_QUARTER,
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe_text": replace(
+        _QWEN35,
+        keys=Qwen35MoeTable,
+        architecture="Qwen3_5MoeForCausalLM",
+        # Weights are always divided by their sum, and every layer has experts.
+        names={own: key for own, key in _QWEN_ROUTED.items() if key not in ("norm_topk_prob", "mlp_only_layers")}
+        | _BIASED
+        | {"head_dim": "head_dim", "intermediate_size": "moe_intermediate_size"}
+        | {"experts.shared_size": "shared_expert_intermediate_size"},
+        constants=_HYBRID | {"experts.shared_gate": True},
+        only={**_QWEN35.only, "mlp_only_layers": ([], None)},
+        is_mixture=True,
+        is_scored=False,
     ),
     "glm4_moe": Family(
         keys=Glm4MoeTable,

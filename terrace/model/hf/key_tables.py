@@ -6,7 +6,7 @@ billion parameters.
 """
 
 from dataclasses import dataclass
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 ROOT_OF_HIDDEN = "root of hidden"  # value of a family's constant: embeddings are scaled by sqrt(H)
 
@@ -229,26 +229,9 @@ class Qwen3MoeTable(_QwenMoeTable):
 
 
 @_table
-class Qwen3NextTable(Qwen3MoeTable):
-    """The implemented keys of `Qwen3NextConfig`. Every `full_attention_interval`-th layer has full attention."""
+class _LinearTable:
+    # keys of linear layers; every full_attention_interval-th layer has full attention
 
-    linear_num_key_heads: int
-    linear_num_value_heads: int
-    shared_expert_intermediate_size: int
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_conv_kernel_dim: int = 4
-    full_attention_interval: int = 4
-    head_dim: int | None = 256
-    norm_topk_prob: bool = True
-    layer_types: tuple[str, ...] | None = None
-
-
-@_table
-class Qwen35Table(_RotaryTable):
-    """The implemented keys of `Qwen3_5TextConfig`, linear layers as in `Qwen3NextTable`."""
-
-    num_key_value_heads: int
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int = 128
@@ -257,9 +240,32 @@ class Qwen35Table(_RotaryTable):
     full_attention_interval: int = 4
     head_dim: int | None = 256
     max_position_embeddings: int = 32768
-    rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     layer_types: tuple[str, ...] | None = None
+
+
+@_table
+class Qwen3NextTable(_LinearTable, _QwenMoeTable):
+    shared_expert_intermediate_size: int
+    norm_topk_prob: bool = True
+
+
+@_table
+class Qwen35Table(_LinearTable, _RotaryTable):
+    """The implemented keys of `Qwen3_5TextConfig`."""
+
+    num_key_value_heads: int
+    rms_norm_eps: float = 1e-6
+
+
+@_table
+class Qwen35MoeTable(_LinearTable, _BalancedTable):
+    """The implemented keys of `Qwen3_5MoeTextConfig`, whose layers all have experts."""
+
+    intermediate_size: ClassVar[None] = None  # type: ignore[misc]  # no key here: there is no MLP beside the experts
+    num_experts: int
+    moe_intermediate_size: int
+    shared_expert_intermediate_size: int
 
 
 @_table

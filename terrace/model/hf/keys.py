@@ -69,5 +69,6 @@ _LATENT = "deepseek_v3 has latent attention, and this family another gate or oth
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v32", "glm4_moe_lite"), _LATENT),
     "qwen3_5": "it has images too; its text model alone is model_type qwen3_5_text",
+    "qwen3_5_moe": "it has images too; its text model alone is model_type qwen3_5_moe_text",
     "gemma3": "it has images too; its text model alone is model_type gemma3_text",
 }

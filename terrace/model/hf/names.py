@@ -183,6 +183,12 @@ def _linear(names: Names, entering: Mapping[str, str], fused: Mapping[str, int])
     )
 
 
+_APART = {
+    **dict.fromkeys(_PARTS, "linear_attn.in_proj_qkv"),
+    "attention.gate": "linear_attn.in_proj_z",
+    "attention.beta": "linear_attn.in_proj_b",
+    "attention.decay": "linear_attn.in_proj_a",
+}
 _QWEN_MOE = _mixture("mlp", _PROJECTIONS, "shared_expert")
 
 NAMES: Mapping[str, Names] = {
@@ -236,7 +242,7 @@ NAMES: Mapping[str, Names] = {
     ),
     "mixtral": _mixture("block_sparse_moe", ("w1", "w3", "w2")),
     "qwen2_moe": _QWEN_MOE,
-    "qwen3_next": _hybrid(_QWEN_MOE),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), _hybrid(_QWEN_MOE)),
     "qwen3_5_text": _hybrid(_LLAMA),
     "qwen3_moe": _mixture("mlp", _PROJECTIONS),
     "glm4_moe": _SIGMOID,
@@ -253,16 +259,8 @@ LINEAR_NAMES: Mapping[str, Names] = {
         },
         {**_PARTS, "attention.gate": 3, "attention.beta": 0, "attention.decay": 1},
     ),
-    "qwen3_5_text": _linear(
-        _LLAMA,
-        {
-            **dict.fromkeys(_PARTS, "linear_attn.in_proj_qkv"),
-            "attention.gate": "linear_attn.in_proj_z",
-            "attention.beta": "linear_attn.in_proj_b",
-            "attention.decay": "linear_attn.in_proj_a",
-        },
-        _PARTS,
-    ),
+    "qwen3_5_text": _linear(_LLAMA, _APART, _PARTS),
+    "qwen3_5_moe_text": _linear(_QWEN_MOE, _APART, _PARTS),
 }
 
 
