@@ -89,6 +89,7 @@ def test_what_a_run_depends_on_is_known_by_content(here: CommandLine) -> None:
 
 def test_what_feedback_has_trained_is_a_model_for_every_command(here: CommandLine) -> None:
     words = ["--task", "sort", *ALONE, *TINY, "--run.steps", 2, "--run.checkpoint_every", 1, "--folder", "a"]
+    words += ["--algorithm.importance_bound", 2]  # that of runs on servers
     said = here.call("rl", *words)
     assert (said.code, said.error) == (0, "")
     written = here.call("generate", "a", "--prompt", "3142>", "--tokens", 4, "--temperature", 0)
@@ -120,6 +121,10 @@ def test_what_feedback_has_trained_is_a_model_for_every_command(here: CommandLin
     whole = here.call("rl", *words, "--resume", "auto")
     assert (whole.code, whole.error) == (0, "")
     assert "nothing is left to train" in whole.out
+    # Servers are asked by what has steps left, and by nothing else.
+    served = ["--resume", "a", "--rollout.engine", "http", "--rollout.urls", "http://127.0.0.1:1"]
+    assert "nothing is left to train" in here.refusal("rl", *served)
+    assert "Connection refused; start it first" in here.refusal("rl", *served, "--run.steps", 3)
     # A newest checkpoint that is damaged is said, and the one before it taken.
     newest = complete(here.folder / "a" / "actor" / "checkpoints")[-1]
     (newest / "manifest.json").write_text("{")

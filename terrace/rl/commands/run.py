@@ -124,6 +124,8 @@ def _run(
             return
         if wrong:
             print(f"resuming from {checkpoint.folder}, since {'; '.join(wrong)}", flush=True)
+    # Last, since it is the only check that waits for others, and a complete run needs none.
+    check_servers(config.rollout, config.run.max_prompt + config.run.max_response)
     chosen = resume or new_folder(folder, going_on)
     asked, words = StopRequest(), None
     try:
@@ -158,8 +160,6 @@ def _checked(config: RlConfig, ray: str | None) -> RunInputs:
                 check_columns(function, each.function, columns)
         else:
             _check_reward_model(each.model, inputs.tokenizer)
-    # Last, since it is the only check that waits for others.
-    check_servers(config.rollout, config.run.max_prompt + config.run.max_response)
     return replace(inputs, contents=contents_of(config, inputs.prompts))
 
 
