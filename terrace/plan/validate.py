@@ -168,8 +168,8 @@ def check_context(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> 
     ulysses, rows = mesh.total("ulysses"), mesh.total("rows")
     check_linear(blocks, 0, mesh.total("ring"), ulysses)
     found = {block.name: attention_heads(block, rows) for block in blocks}
-    # Attention is split by declared heads.
-    if not any(found.values()):
+    # Attention is split by declared heads; linear layers, which check_linear has passed, need none.
+    if not any(found.values()) and not any(block.operations.delta.heads for block in blocks):
         asked = 'balance = "cost"' if plan.balance == "cost" else "the context axis of the mapping"
         raise PlanError(
             f"{asked} spreads attention over ranks, and no block of this model declares its heads: give the tier to "

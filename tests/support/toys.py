@@ -305,6 +305,7 @@ MODELS = {
     "linear": _decoder_model(LINEAR),
     "wide linear": _decoder_model(LINEAR | WIDE | {"linear_num_value_heads": 8, "linear_num_key_heads": 4}),
     "deep linear": _decoder_model(LINEAR | DEEP, tied_embeddings=True),
+    "linear alone": _decoder_model(LINEAR | {"layer_types": ["linear_attention"] * 2}),
     "linear experts": _decoder_model(NEXT),
     "llama, many ids": _decoder_model(LLAMA | _MANY_IDS),
     "gpt2, many ids": _decoder_model(GPT2 | _MANY_IDS, tied_embeddings=False),

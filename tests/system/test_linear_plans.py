@@ -11,8 +11,8 @@ from tests.support.toys import WHOLE_ROWS, Rows, cluster_of
 
 pytestmark = pytest.mark.timeout(360)
 
-# Two key heads for four heads of values; more of both; six layers; experts.
-LINEAR, WIDE, DEEP, EXPERTS = "linear", "wide linear", "deep linear", "linear experts"
+# Two key heads for four heads of values; more of both; six layers; no layer attends; experts.
+LINEAR, WIDE, DEEP, ALONE, EXPERTS = "linear", "wide linear", "deep linear", "linear alone", "linear experts"
 
 
 LONG = Rows(16)  # four chunks of four tokens on two ranks
@@ -34,6 +34,7 @@ def test_two_ranks_equal_one_process(pool: LocalPool) -> None:
         case(LINEAR, 2, {"data": 2}, "zero3", recompute=("block.*",)),
         case(LINEAR, 2, {"context": {"ring": 2}}, rows=LONG),
         case(DEEP, 2, {"context": {"ring": 2}}, "zero3", rows=LONG, recompute=("block.*",)),
+        case(ALONE, 2, {"context": {"ring": 2}}, rows=LONG),
         case(EXPERTS, 2, {"data": 2}, "zero1", experts={"package": {"expert": 2}}),
     ]
     check(pool, cluster_of(2), cases)
