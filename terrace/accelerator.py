@@ -51,7 +51,6 @@ def num_devices() -> int:
 
 
 def current_device() -> torch.device:
-    """The device that `launch.device.take_device` gave to this rank."""
     return torch.device(TYPE, torch.accelerator.current_device_index())
 
 

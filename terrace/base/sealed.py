@@ -39,7 +39,6 @@ def is_intact_json(text: str) -> bool:
 
 
 def is_intact_toml(text: str) -> bool:
-    """Whether the checksum of a TOML text is correct or absent."""
     found = _TOML.match(text)
     return found is None or checksum(_bytes(text[found.end() :])) == found[1]
 

@@ -14,7 +14,6 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Prints each prompt with its continuation; returns 0."""
     if rest:
         fix = (
             "see terrace generate --help"

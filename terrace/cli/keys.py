@@ -83,7 +83,6 @@ def _tables() -> dict[str, str]:
 
 
 def takers() -> list[str]:
-    """The commands that take --SECTION.KEY VALUE."""
     return ["train", "simulate", "doctor", *(product.command for product in _others())]
 
 

@@ -10,7 +10,6 @@ from terrace.train.elastic_keys import address_of
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Serves until the run is finished; returns 0."""
     host, port = address_of(options.place, is_own=True)
     if options.islands < 1:
         raise ConfigError(f"--islands {options.islands}: the run begins with so many islands; use 1 or more")

@@ -45,7 +45,6 @@ def resolve_run(options: argparse.Namespace, rest: Sequence[str]) -> RunConfig:
 
 
 def run_table(options: argparse.Namespace, rest: Sequence[str]) -> dict[str, Any]:
-    """The run's table from the options and the dotted overrides in `rest`, not yet validated."""
     given, overrides = flags(options, "model", "cluster", "plan", "data"), parse_overrides(rest)
     # Looked up once, since this machine may be asked.
     here = cache(partial(cluster_here, ranks=options.ranks))

@@ -27,7 +27,6 @@ def run(cluster: Cluster, seconds: float, check: Callable[[], None]) -> Samples 
 
 
 def run_links(cluster: Cluster, seconds: float, *, quiet: bool) -> list[MeasuredTier] | None:
-    """Like `run`, for the links only. Prints no progress if `quiet`."""
     say = _nothing if quiet else print
     return _on_all_ranks(cluster, run_links_rank, (cluster, seconds, quiet), lambda: None, say)
 

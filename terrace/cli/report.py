@@ -28,7 +28,6 @@ class _Page(NamedTuple):
 
 
 def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Writes or serves the page; returns 0."""
     _check(options)
     if options.watch:
         return _watch(options)

@@ -69,7 +69,6 @@ class Taught:
         return max((sum(each.memory_bytes.values()) for each in job_of(self.run(plan)).beside), default=0)
 
     def words(self, plan: Plan) -> str:
-        """What the teacher adds to a step of a plan."""
         teacher = self.teacher
         option = f"train it with --train.objective {DISTILL} --teacher.model {teacher.model}"
         if not teacher.is_online:

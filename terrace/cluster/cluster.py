@@ -146,7 +146,6 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks: the product of the tier sizes."""
         return math.prod(tier.size for tier in self.tiers)
 
     def index(self, tier_name: str) -> int:
@@ -171,7 +170,6 @@ class Cluster:
         return self.ranks_within(self.index(tier.shared_by) if tier.shared_by else index - 1)
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """The position of `rank` on each tier, innermost first."""
         if not 0 <= rank < self.world_size:
             raise ClusterError(f"rank {rank} is outside 0..{self.world_size - 1}")
         position = []

@@ -47,8 +47,6 @@ class Timeouts(NamedTuple):
 
 @dataclass(frozen=True)
 class TierGroup:
-    """The peers of a rank on one tier, including itself."""
-
     tier: str
     ranks: tuple[int, ...]
     position: int  # of this rank in `ranks`

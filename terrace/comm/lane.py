@@ -73,8 +73,6 @@ class _ThreadTicket(Ticket):
 
 
 class _Queue:
-    """The work of a thread, and the error that stopped it."""
-
     def __init__(self) -> None:
         self.tickets: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
         self.error: BaseException | None = None

@@ -56,7 +56,6 @@ class OrderedGroup:
 
     @staticmethod
     def of(members: Sequence[int], timeout: timedelta) -> "OrderedGroup":
-        """Create the group, as `new_group`. Called by its members only."""
         return OrderedGroup(tuple(members), new_group(members, timeout))
 
     @property
@@ -65,7 +64,6 @@ class OrderedGroup:
 
     @property
     def position(self) -> int:
-        """Index of this rank among the members."""
         return self.members.index(dist.get_rank())
 
     @property

@@ -79,7 +79,6 @@ class Origin:
         self._changed.clear()
 
     def undo(self) -> None:
-        """Restore the residuals of the last `keep`."""
         for key in self._changed:
             self.residuals[key].copy_(self._before[key])
         self._changed.clear()

@@ -45,8 +45,6 @@ Shares = tuple[int, ...]  # micro-batches of each rank of equal groups of data r
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A prepared corpus, and its weight in a run."""
-
     tokens: TokenFile
     name: str = ""
     weight: float = 1.0
@@ -258,7 +256,6 @@ class Batches:
         return self.gather(sources[chosen], samples[chosen])
 
     def held(self) -> tuple[Ids, Ids]:
-        """Source and sample of every held-out row, source by source."""
         # Held-out samples are the last ones of each source.
         firsts = [order.num_samples for order in self._orders]
         found = [np.arange(first, first + held) for first, held in zip(firsts, self._held, strict=True)]

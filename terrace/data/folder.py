@@ -50,8 +50,6 @@ class Found:
 
 @dataclass
 class _Listing:
-    """The non-hidden files of a folder, by names relative to it, in order."""
-
     root: Path
     names: list[str] = field(default_factory=list)
     num_hidden: int = 0
@@ -143,7 +141,6 @@ def _of_patterns(listing: _Listing, patterns: Sequence[str], names: Sequence[str
 
 
 def _is_data(listing: _Listing, name: str) -> bool:
-    """Whether `datasets` would read a file."""
     parts = name.split("/")
     if _kind(name) not in _DATA_SUFFIXES or parts[-1] in _NOT_DATA or any(part.startswith("__") for part in parts[:-1]):
         return False

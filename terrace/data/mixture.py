@@ -76,7 +76,6 @@ class Blend:
         return periods * len(self._source) + int(np.flatnonzero(self._source == source)[rest]) + 1
 
     def counts(self, num_samples: int) -> list[int]:
-        """Number of samples of each source among the first `num_samples`."""
         periods, rest = divmod(num_samples, len(self._source))
         inside = np.bincount(self._source[:rest], minlength=len(self.parts))
         return [periods * part + int(count) for part, count in zip(self.parts, inside, strict=True)]

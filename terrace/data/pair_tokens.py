@@ -56,7 +56,6 @@ def _rows(files: Iterable[DataFile]) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _members(row: Mapping[str, Any], where: str) -> list[tuple[dict[str, Any], str]]:
-    """The two members of a pair, each as a row of chat data with its place."""
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{where}: 'chosen' and 'rejected' are equal, so nothing is preferred; drop the record")
     return [(_member(row, key), f"{where}: {key!r}") for key in MEMBERS]

@@ -69,7 +69,6 @@ def _object(line: str, where: str, form: str) -> dict[str, Any]:
 
 
 def csv_rows(path: Path, separator: str) -> Iterator[tuple[dict[str, str], str]]:
-    """The rows below the header of a csv file, each with its place."""
     csv.field_size_limit(MAX_LINE_BYTES)  # of this process; texts are longer than the usual limit
     try:
         reader = csv.reader(_csv_lines(path), delimiter=separator, strict=True)

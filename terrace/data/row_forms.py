@@ -104,7 +104,6 @@ def chat_form(row: Row) -> Form | None:
 
 
 def is_pair(row: Row) -> bool:
-    """Whether a row has both members of a preference."""
     return all(row.get(key) is not None for key in MEMBERS)
 
 

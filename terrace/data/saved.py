@@ -22,8 +22,6 @@ _PARTS, _ROWS = "_data_files", "_indices_data_files"
 
 @dataclass(frozen=True)
 class Saved:
-    """The files of a split, and the names of the other splits."""
-
     files: tuple[DataFile, ...]
     split: str
     others: tuple[str, ...] = ()

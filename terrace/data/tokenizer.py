@@ -38,8 +38,6 @@ _LIMIT_S, _PER_S = 5.0, 20_000
 
 
 class Tokenizer(Protocol):
-    """The tokenizer interface used in preparing data."""
-
     @property
     def vocab_size(self) -> int:
         """One more than the largest possible id."""
@@ -166,7 +164,6 @@ class FileTokenizer:
             raise DataError(f"the tokenizer cannot {what} ({reason}): {fix}") from error
 
     def words(self) -> str:
-        """One line on the tokens around a text."""
         tokens = self.text_tokens
         begin = " ".join(map(self._shown, tokens.begin))
         begins = f"texts begin with {begin}, {tokens.begin_from}" if begin else "texts have no token before them"

@@ -37,8 +37,6 @@ class Span:
 
 
 class PagePool(Protocol):
-    """Memory of pages; every page holds its positions for all layers."""
-
     @property
     def nbytes(self) -> int: ...
 

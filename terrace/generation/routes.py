@@ -32,7 +32,6 @@ class Routes(Recorder):
             router.gating = Gating(BalanceConfig())
 
     def begin(self) -> None:
-        """Record the choices of the next pass."""
         for router in self._routers:
             assert router.gating is not None, "set above"
             router.gating.kept = Kept()

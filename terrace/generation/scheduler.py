@@ -307,7 +307,6 @@ class Scheduler:
         self.counts.share(group.held)
 
     def _allocate(self, group: SequenceGroup, num_tokens: int) -> bool:
-        """Allocate pages for the next tokens of a sequence. Returns False if the sequence itself was preempted."""
         first, end = group.computed // self._page_tokens, self._pages_of(group.computed + num_tokens)
         for index in range(first, end):
             if index < len(group.pages) and self.counts.holders(group.pages[index]) == 1:

@@ -42,8 +42,6 @@ class _Part:
 
 
 class StateLayer:
-    """The `terrace.model.cache.StateCache` of one layer of a pool."""
-
     def __init__(self, pool: "StatePool", layer: int) -> None:
         self._pool, self._layer = pool, layer
 

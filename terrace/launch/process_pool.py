@@ -91,7 +91,6 @@ class ProcessPool:
         return beats_of(*self._world(), world_size)
 
     def _world(self) -> tuple[Any, Seal]:
-        """The store and the seal for the world of the current or next call."""
         call = f"job/{max(1, self._num_jobs)}"
         return PrefixStore(f"{call}/world", self._store), self._seal.within(call)
 

@@ -152,7 +152,6 @@ class Vote:
         self._settled = False
 
     def fail(self, text: str) -> None:
-        """Requests a stop because of an error on this rank."""
         self._request = ("failed", text)
 
     def requested(self) -> str | None:

@@ -24,8 +24,6 @@ _SMALLEST_FLEX_HEAD = 16  # the smallest that Triton's tl.dot supports
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """The properties of an attention call on which the choice of a kernel depends."""
-
     backend: str  # "cpu" or "cuda"
     dtype: str  # "bf16", ...
     head_dim: int

@@ -47,6 +47,4 @@ class StatePart(Protocol):
 @runtime_checkable
 class StateCache(Protocol):
     @property
-    def parts(self) -> Sequence[StatePart]:
-        """All spans of the current step, in order."""
-        ...
+    def parts(self) -> Sequence[StatePart]: ...

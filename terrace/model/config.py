@@ -204,7 +204,6 @@ class ModelConfig:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks: the layers, the embedding and the head."""
         return self.num_layers + self.num_mtp_layers + 2
 
 

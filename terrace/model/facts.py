@@ -44,7 +44,6 @@ def next_token_alone(config: ModelConfig) -> ModelConfig:
 
 
 def initial_std(config: ModelConfig) -> float:
-    """Standard deviation of the initial values of matrices."""
     return config.init_std
 
 
@@ -85,7 +84,6 @@ LOOKS_AHEAD = "the experts of a token depend on later tokens"  # why a model is 
 
 
 def is_dense(config: ModelConfig) -> bool:
-    """Whether no layer has a mixture of experts."""
     return config.experts is None
 
 

@@ -221,7 +221,6 @@ class Activation(Operation):
 
     @property
     def is_gated(self) -> bool:
-        """Whether it multiplies two operands."""
         return len(self.reads) == 2
 
 

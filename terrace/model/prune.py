@@ -125,7 +125,6 @@ class Shares:
         return _expressible(replace(made, num_layers=len(layers), **changes))
 
     def chosen(self, whole: ModelConfig, importance: Importance) -> Kept:
-        """The most important units, in the numbers that `config_of` has."""
         layers = tuple(_best(importance.layers, self.num_layers(whole)).tolist())
         made = self.config_of(whole, layers)
         units = []

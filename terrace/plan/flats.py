@@ -125,11 +125,9 @@ class FlatParamSpec:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements without padding."""
         return sum(param.numel for param in self.params)
 
     def travels_in(self, message: MessageClass) -> bool:
-        """Whether a block's message of this class carries this buffer."""
         carries = ROUTES[message].carries
         # Parameters that are whole on every rank need no gather.
         if message in (MessageClass.GATHER, MessageClass.GATHER_BACKWARD):

@@ -57,7 +57,6 @@ class Hop:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes a rank sends over this tier."""
         return (self.degree - 1) * self.part_bytes
 
 

@@ -46,7 +46,6 @@ class Keep:
 
     @cached_property
     def optimizer_below(self) -> bool:
-        """Whether optimizer states are kept below the device."""
         return self.optimizer != DEVICE
 
     @cached_property
@@ -99,13 +98,11 @@ class Keep:
 
     @cached_property
     def media(self) -> tuple[Medium, ...]:
-        """The media below the device in use, each once."""
         used = dict.fromkeys((self.optimizer, self.params, self.grads, self.activations, self.table))
         return tuple(each for each in used if each != DEVICE)
 
     @cached_property
     def is_below(self) -> bool:
-        """Whether any state is kept below the device."""
         return bool(self.media)
 
 

@@ -229,7 +229,6 @@ class Layout:
         return -(-numel // unit) * unit
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
-        """Position of `rank` on each tier among the joined ranks."""
         return self.ranks.coordinates(rank, self.axes)
 
     def peers(self, rank: int, tier: int) -> tuple[int, ...]:

@@ -26,7 +26,6 @@ _NARROWER = ("fp32", "bf16", "int8")  # without a state of their own; fp8 is as 
 
 
 def member_of(cluster: Cluster, rank: int) -> int:
-    """Index of the member of the outermost tier that `rank` belongs to."""
     return cluster.coordinates(rank)[-1]
 
 

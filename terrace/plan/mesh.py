@@ -112,7 +112,6 @@ class Mesh:
 
     @property
     def divides_stacks(self) -> bool:
-        """Whether expert stacks have their own factoring."""
         return self.apart is not None
 
     def of_stacks(self, stacked: bool) -> "Mesh":

@@ -19,11 +19,9 @@ class Partners:
     shift: int
 
     def keeper(self, rank: int) -> int:
-        """The rank whose machine keeps this rank's shard."""
         return self._moved(rank, self.shift)
 
     def kept(self, rank: int) -> int:
-        """The rank whose shard this rank's machine keeps."""
         return self._moved(rank, -self.shift)
 
     def members(self, rank: int) -> tuple[int, ...]:

@@ -191,5 +191,4 @@ def idle_stage(stage: Stage) -> Stage:
 
 
 def forward_stage(stage: Stage) -> Stage:
-    """The same stage with only its forward groups, in their order."""
     return replace(stage, groups=tuple(group for group in stage.groups if group.pass_ is Pass.FORWARD))

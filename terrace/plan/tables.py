@@ -73,11 +73,9 @@ class TableTraffic:
 
     @cached_property
     def tiers(self) -> tuple[int, ...]:
-        """The tiers that ids cross, innermost first."""
         return tuple(tier for tier, degree in enumerate(self.degrees) if degree > 1)
 
     def degree(self, message: RoutedMessage) -> int:
-        """Number of ranks that exchange a message on its tier."""
         return self.degrees[message.tier]
 
     def wire(self, message: RoutedMessage) -> WireFormat:

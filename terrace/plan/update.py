@@ -48,7 +48,6 @@ class UpdateRule:
 
     @property
     def projects(self) -> bool:
-        """Whether the moments of a matrix are in a projected space."""
         return self.rank > 0
 
 

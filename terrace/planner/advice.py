@@ -317,7 +317,6 @@ def hiding(base: Prediction) -> Change | None:
 
 
 def is_hidden(cycle: Cycle) -> bool:
-    """Whether waits for exchanges are negligible."""
     return cycle.waited_s <= _HIDDEN * cycle.cycle_s
 
 

@@ -58,8 +58,6 @@ _Paces = dict[tuple[int, int], Pace]  # by recomputation and its number of first
 
 
 class Level(IntEnum):
-    """How much of a candidate is chosen."""
-
     OPEN = 0
     WHOLE = 1
     FITTING = 2

@@ -98,7 +98,6 @@ def one_tier_out(mesh: Mesh) -> Mesh | None:
 
 
 def table_words(table: Mapping[str, Mapping[str, int]]) -> str:
-    """One-line description of a plan's `experts` table."""
     tiers = (f"{tier} {' x '.join(f'{axis} {degree}' for axis, degree in row.items())}" for tier, row in table.items())
     return ", ".join(tiers) or "none"
 

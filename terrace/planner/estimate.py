@@ -140,7 +140,6 @@ class Estimator:
         return found
 
     def accumulates(self, mesh: Mesh, micro_batch: int) -> bool:
-        """Whether a step accumulates the gradients of several micro-batches."""
         return mesh.total("data") * micro_batch < self.task.batch
 
     def _summed(
@@ -166,7 +165,6 @@ class Estimator:
         )
 
     def context(self, kind: int, mesh: Mesh, micro_batch: int) -> PassSeconds:
-        """Seconds that a block's passes wait for context ranks."""
         return self.inner.context(kind, mesh, self.work(mesh, micro_batch))
 
     def tensor_waits(self, kind: int, mesh: Mesh, micro_batch: int, accumulate: bool) -> PassSeconds:

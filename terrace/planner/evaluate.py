@@ -44,7 +44,6 @@ class Evaluator:
         self._predictions = deque[Prediction](maxlen=FINALISTS)
 
     def plan(self, candidate: Candidate) -> Plan:
-        """The plan of a candidate, including the chunks of its routed messages."""
         return self.estimator.plan(candidate)
 
     def needed_bytes(self, candidate: Candidate) -> int:

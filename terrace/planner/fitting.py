@@ -82,7 +82,6 @@ class Fitting:
         return None
 
     def _with_most(self, candidate: Candidate, value: int) -> Candidate:
-        """The candidate with a recomputation, of as many first layers as there may be."""
         is_partial = self.task.recomputations.values[value].is_partial
         return candidate._replace(recompute=value, first=len(self.task.inner) - 1 if is_partial else 0)
 

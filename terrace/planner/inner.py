@@ -96,7 +96,6 @@ class Inner:
         return found
 
     def _scanned(self, work: Work, degrees: tuple[tuple[int, ...], ...]) -> PassSeconds:
-        """Seconds of a linear layer's messages, which nothing hides."""
         ulysses, ring = degrees
         sent = attention_bytes(work, ulysses, ring)
         prices = InBlockPrices(self.task.cluster, None, sent, self._sends)

@@ -56,7 +56,6 @@ class Outlook:
 
     @cached_property
     def ways(self) -> tuple[Way, ...]:
-        """The ways that the cluster has, checkpoints on disk first."""
         running, found = 1 - self.waiting(self._spares), []
         for name, save in ((DISK, self._on_disk()), (COPIES, self._in_memory())):
             if save is not None:

@@ -225,7 +225,6 @@ class Task:
 
     @property
     def divides_stacks(self) -> bool:
-        """Whether ranks may divide stacks of experts."""
         return self.stack_sizes != (1, 1)
 
     @property
@@ -235,7 +234,6 @@ class Task:
 
     @cached_property
     def whole_cluster(self) -> Cluster:
-        """The cluster of all islands, which are the members of its outermost tier."""
         num = self.islands.num
         return self.cluster if num == 1 else replace(self.cluster.resized(num), around=0)
 

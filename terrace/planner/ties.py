@@ -60,12 +60,10 @@ class Ties(NamedTuple):
 
     @property
     def may_be_more(self) -> bool:
-        """Whether further plans may tie, too."""
         return self.num_tied == len(self.best) >= FINALISTS
 
     @property
     def fastest(self) -> int:
-        """Index of the plan with the shortest step."""
         return min(range(len(self.best)), key=lambda place: self.best[place].step_s)
 
 
@@ -111,7 +109,6 @@ def slowest_tier(task: Task) -> str | None:
 
 
 def crossing_bytes(estimate: Estimate, tier: str | None) -> int:
-    """Bytes that a rank sends across a tier in a step."""
     return sum(size for (_, crossed), size in estimate.sent_bytes.items() if crossed == tier)
 
 

@@ -67,7 +67,6 @@ def _told(possible: list[int], value: int) -> str:
 
 
 def _broken(task: Task, name: str, value: int) -> str:
-    """The rule that a number breaks in every plan of the task."""
     ranks = task.cluster.world_size
     where = "the cluster" if task.islands.num == 1 else "an island"
     for number, of_what in _multiples(task, name):

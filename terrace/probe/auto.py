@@ -52,8 +52,6 @@ _CORES_OF_LOCAL = 4  # processes of the preset `local` that share a core: eight 
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """Table of the cluster, and lines on its origin."""
-
     table: Mapping[str, Any]
     words: tuple[str, ...]
 

@@ -185,7 +185,6 @@ def measure_optimizer(watch: Stopwatch, budget_s: float, say: Say) -> list[Optim
 
 
 def layer_passes(watch: Stopwatch, shape: LayerShape) -> Callable[[], None]:
-    """A function that runs one layer forward and backward."""
     layer, x = _layer(watch.device, shape)
 
     def both() -> None:

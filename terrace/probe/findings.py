@@ -30,7 +30,6 @@ class Finding:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    """All findings about a machine, in the order of a manual check."""
     return [
         *_software(machine),
         *_backend(machine),

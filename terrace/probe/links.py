@@ -103,7 +103,6 @@ class TierLinks:
 
     @property
     def counted_bytes(self) -> int:
-        """Bytes that this rank has sent so far."""
         return sum(self._ledger.total().values())
 
     def close(self) -> None:

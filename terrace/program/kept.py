@@ -38,7 +38,6 @@ def passing(model: "ShardedModel", step: Iterable[Instruction]) -> Iterator[Pass
 
 
 def passed(model: "ShardedModel", instruction: Instruction) -> Traffic:
-    """What an instruction passes through the device, in each direction."""
     if instruction.op not in _PASSING:
         return NO_TRAFFIC
     return traffic(model.plan, model.flats[instruction.block], orthogonalises=_PASSING[instruction.op])

@@ -52,7 +52,6 @@ class Period:
         return sum(turn.times for turn in self.turns if turn.phase is Phase.TRAIN)
 
     def runs(self, stage: int) -> Iterator[Program]:
-        """The programs of one stage in execution order, each repeated `times`."""
         for turn in self.turns:
             for _ in range(turn.times):
                 yield turn.programs[stage]
@@ -64,7 +63,6 @@ class Period:
         return dict(total)
 
     def state_bytes(self, stage: int = 0) -> dict[str, int]:
-        """Peak bytes of model state on a rank of a stage, by category."""
         return self._state_bytes[stage]
 
     @cached_property

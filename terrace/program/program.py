@@ -168,7 +168,6 @@ class Program:
 
     @cached_property
     def most_inputs_below(self) -> int:
-        """Most inputs of blocks that are kept below the device at a time."""
         # A peak does not grow with repetitions.
         return most_below(self.short.instructions) if self.model.leaving else 0
 
@@ -183,7 +182,6 @@ class Program:
 
     @cached_property
     def state_bytes(self) -> dict[str, int]:
-        """Peak bytes of model state on a rank, by category."""
         # A peak does not grow with repetitions.
         return peak_bytes(self.short.buffers)
 

@@ -100,7 +100,6 @@ class Segments(Sequence[Instruction]):
 
     @cached_property
     def counts(self) -> dict[Instruction, int]:
-        """How often each distinct instruction runs."""
         distinct, bodies = self.folded
         times = [0] * len(distinct)
         for numbers, runs in zip(bodies, self._runs, strict=True):

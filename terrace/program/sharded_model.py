@@ -84,7 +84,6 @@ class ShardedModel:
         return [found[first] for first in self.alike]
 
     def gathers(self, block: int) -> bool:
-        """Whether some parameters of a block are sharded and must be gathered."""
         return any(flat.layout.gathers for flat in self.flats[block])
 
     def frees(self, block: int) -> bool:
@@ -138,7 +137,6 @@ class ShardedModel:
         return recomputed_parts(self.plan.recompute, self.blocks)
 
     def recomputes(self, block: int) -> bool:
-        """Whether the backward of a block recomputes its whole forward."""
         return self.recomputed[block] == WHOLE
 
     def alike_inside(self, block: int) -> tuple[int, tuple[str, ...]]:

@@ -18,7 +18,6 @@ _WIDTH, _GUTTER, _TOP, _GAP, _AXIS = 350, 34, 4, 1, 18
 
 
 def load_words(load: Mapping[str, float]) -> str:
-    """The figures of terrace.program.loads as a sentence."""
     rank = f", the busiest rank {load['busiest_rank']:.2f} times" if "busiest_rank" in load else ""
     return (
         f"load of experts: the busiest has {load['busiest_expert']:.2f} times the mean of its layer{rank}; MaxVio "

@@ -40,8 +40,6 @@ def _words(category: str) -> str:
 
 
 def html_table(table: Table) -> str:
-    """The table as HTML, without its title; empty without rows."""
-
     def cells(row: Sequence[Cell], tag: str) -> str:
         texts = []
         for heading, cell in zip(table.headings, row, strict=True):

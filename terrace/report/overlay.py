@@ -21,7 +21,6 @@ _UNSET = "-"
 
 
 def overlay_page(runs: Sequence[RunView]) -> Page:
-    """The page of two or more runs, in the given order."""
     names = [run.name for run in runs]
     missing = "".join(f"<li>{prose(words)}</li>" for words in missing_of(runs))
     figures = Table(headings=["figure", *names], rows=[[key, *row] for key, row in figure_rows(runs)], left=["figure"])

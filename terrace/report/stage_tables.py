@@ -26,7 +26,6 @@ _INSIDE = {
 
 
 def others_s(report: StepReport) -> float:
-    """Seconds of a step in which a stage waits for ranks of its own stage."""
     return report.step_s - computing_s(report) - idle_s(report)
 
 
@@ -126,7 +125,6 @@ def stage_bytes_tables(sent: Sequence[Mapping[tuple[MessageClass, str], int]], t
 
 
 def stage_time_table(reports: Sequence[StepReport]) -> Table:
-    """Predicted seconds per step of each stage, by category."""
     # A category that no stage has gets no column.
     names = [name for name in ("forward", "backward") if any(report.time_s.get(name) for report in reports)]
     inside = [_waits_inside(report) for report in reports]

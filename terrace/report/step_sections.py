@@ -43,7 +43,6 @@ def plan_section(view: StepView) -> list[Section]:
 
 
 def blocks_section(view: StepView) -> list[Section]:
-    """What each stage of a pipeline runs."""
     if not view.is_pipelined:
         return []
     blocks = view.run.blocks()
@@ -72,7 +71,6 @@ def bytes_section(view: StepView) -> list[Section]:
 
 
 def inside_section(view: StepView) -> list[Section]:
-    """Messages inside the blocks of the printed stage."""
     program, found = view.programs[view.stage], list[Section]()
     if program.model.tensor.degree > 1:
         found.append(Section(title="Messages inside the blocks", table=inside_table(program)))
@@ -158,7 +156,6 @@ def order_section(view: StepView) -> list[Section]:
 
 
 def timeline_section(view: StepView) -> list[Section]:
-    """The step over time: of one rank, or of all stages."""
     timeline = step_timeline(view.recorded)
     most = _MOST_BARS if view.is_pipelined else _MOST_BARS // 2
     caption = (

@@ -99,7 +99,6 @@ def plan_rows(cluster: Cluster, plan: Plan) -> tuple[list[str], list[list[str]]]
 
 
 def outer_words(outer: Outer) -> str:
-    """How islands exchange, in one line."""
     parts = f"{outer.fragments} fragments" if outer.fragments > 1 else ""
     late = f"{counted(outer.delay, 'step')} late" if outer.delay else ""
     words = [f"islands exchange every {counted(outer.every, 'step')}", parts, late, outer.optimizer]

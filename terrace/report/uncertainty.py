@@ -50,7 +50,6 @@ def _bands_words(what: str, names: Sequence[str], bands: Sequence[Band]) -> str:
 
 
 def ties_words(ties: Ties, num_shown: int) -> str:
-    """Which plans tie, why plan 1 is first, and which is the fastest; the first `num_shown` plans are shown."""
     if ties.regrets:
         return _regret_words(ties)
     off = f"predictions of two plans are off each other by up to {_tie()}"
@@ -126,7 +125,6 @@ def is_tie(step_s: float, other_s: float) -> bool:
 
 
 def search_words(found: Found) -> str:
-    """How much a search priced and played."""
     words = (
         f"{counted(found.num_played, 'plan')} played, the cheapest of {found.num_shapes} shapes and micro-batches by a "
         "closed price"

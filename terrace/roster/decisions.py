@@ -233,7 +233,6 @@ def _is_ready(contacts: Contacts, member: Member) -> bool:
 
 
 def _begun(roster: Roster, contacts: Contacts, now_s: float) -> Attempted | None:
-    """The first attempt at the next exchange, if it is due."""
     terms = roster.terms
     assert terms is not None
     busy = [each for each in roster.members if each.deal is not None]

@@ -153,7 +153,6 @@ class Island:
                     time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """End the threads and connections of this rank."""
         self._leave()
         for reporter in self._reporters:
             reporter.close()

@@ -208,7 +208,6 @@ class Links:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the attempt was given up."""
         return self._is_closed
 
     def close(self) -> None:

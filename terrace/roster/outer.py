@@ -81,7 +81,6 @@ class RosterState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of anchor, momentum and message."""
         return self._kept.nbytes + self._message.nbytes
 
     @property

@@ -44,7 +44,6 @@ class Member:
 
     @property
     def share(self) -> int:
-        """Rounds that it trains in each step of that window."""
         return 0 if self.deal is None else self.deal.shares[self.name]
 
 

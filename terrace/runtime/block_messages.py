@@ -49,7 +49,6 @@ class ParameterMessages:
             self.await_refresh(needed)  # of whole parameters the only message
 
     def await_refresh(self, block: int) -> None:
-        """Wait for a block's new parameters, if they are on their way."""
         if block in self._late:
             self._start_late(block)
         if block in self.refreshes:

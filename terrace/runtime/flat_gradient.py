@@ -118,7 +118,6 @@ class FlatGradient:
 
     @property
     def has_elements(self) -> bool:
-        """Whether this rank owns some of it."""
         return self.owned.numel() > 0
 
     @property

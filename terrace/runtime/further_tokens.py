@@ -67,7 +67,6 @@ class Sums:
     values: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
 
     def add(self, entropy: Tensor, labels: Tensor) -> None:
-        """Add the sum over a micro-batch with these labels."""
         own = torch.stack([entropy.detach().double(), (labels != IGNORE_INDEX).sum()])
         self.values = self.values.to(own.device) + own
 

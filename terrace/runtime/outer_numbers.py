@@ -45,7 +45,6 @@ class OuterNumbers:
 
     @property
     def under_way(self) -> set[int]:
-        """Fragments whose exchange is in flight."""
         return self._marked(_UNDER_WAY)
 
     @property

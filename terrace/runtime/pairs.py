@@ -61,7 +61,6 @@ class PairFigures:
         self.sums = self.sums.to(seen.device) + seen
 
     def take(self) -> list[float]:
-        """Return the sums and reset them."""
         taken: list[float] = self.sums.tolist()
         self.sums = torch.zeros_like(self.sums)
         return taken

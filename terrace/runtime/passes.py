@@ -58,7 +58,6 @@ class BlockCalls:
         self.batches, self.trains = batches, trains
 
     def run(self, block: int, inputs: Tensor, micro: int) -> Tensor:
-        """Output of a block for a micro-batch; of the last block the loss."""
         batch, again = self.batches[micro], block in self.recomputed
         self.passages.begin(micro, block, again=self.trains and again)
         for axis in self.axes:

@@ -98,7 +98,6 @@ class OptimizerConfig:
 
     @property
     def is_own(self) -> bool:
-        """Whether it names a class of the user."""
         return ":" in self.name
 
     @property

@@ -41,7 +41,6 @@ def kinds_of(group: str) -> tuple[str, ...]:
 
 
 def constants_name(parameter: str) -> str:
-    """Name of the constants of a frozen matrix held in codes."""
     return f"{parameter}.{CONSTANTS}"
 
 

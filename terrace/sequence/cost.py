@@ -107,11 +107,9 @@ class WorkCost:
         return length * length / 2
 
     def whole_s(self, length: int) -> float:
-        """Seconds of a document on one ring rank."""
         return self.whole_pair_s * self.area(length)
 
     def ring_s(self, length: int, degrees: tuple[int, ...]) -> float:
-        """Seconds of a document on each rank of a ring with these degrees."""
         num_ring_ranks = math.prod(degrees)
         if num_ring_ranks == 1:
             return self.whole_s(length)

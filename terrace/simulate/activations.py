@@ -91,7 +91,6 @@ class BlockActivations:
 
     @property
     def halved_peak_bytes(self) -> int:
-        """Peak of the input-gradient half of a backward."""
         return max(self.backward_peak_bytes, self._halves[0] + sum(self._remembered.values()))
 
     @cached_property
@@ -113,7 +112,6 @@ class BlockActivations:
 
 
 def activations_of(work: Work, block: BlockSpec, backend: Backend) -> BlockActivations:
-    """Bytes that a block holds for one micro-batch."""
     return block_activation_bytes(work_in(work, block, backend), block.operations, backend)
 
 

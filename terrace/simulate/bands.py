@@ -295,7 +295,6 @@ def pooled_quantile(sources: Sequence[Sequence[float]], level: float) -> float:
 
 
 def axes_words(axes: Iterable[str]) -> str:
-    """Names of the axes beside data, for a sentence."""
     present = frozenset(axes)
     named, tail = sorted(present - {FP8}, key=_AXES.index), " in fp8" * (FP8 in present)
     if len(named) < 2:

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class BelowClocks:
-    """The clocks of a rank that depend on media below its device."""
-
     __slots__ = (
         *("evicted", "fetched", "grads_there", "grads_written", "late", "leaving", "now_s", "params_written", "slots"),
         *("agreed", "refreshes", "rows_written", "updates"),

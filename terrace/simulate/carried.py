@@ -286,7 +286,6 @@ def _linked(program: Program, cluster: Cluster, links: Links) -> dict[int, Clust
 
 
 def _enter(rank: Rank, program: Program, left: Left) -> None:
-    """Reset the clocks of a rank to a state at time 0."""
     rank.now_s, rank.ahead_s, rank.time_s = 0.0, 0.0, defaultdict(float)
     rank.lanes_s, rank.begins_s, rank.penalties = list(left.lanes_s), list(left.begins_s), list(left.penalties)
     rank.busy_s = max(rank.lanes_s)

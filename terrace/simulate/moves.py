@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class Role(IntEnum):
-    """How a move depends on other stages."""
-
     ALONE = 0
     READ = 1  # passes that wait for a message
     SEND = 2

@@ -80,7 +80,6 @@ class CopyCost:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that the rank sends during the run."""
         sizes = (self.own_bytes - self.own_later_bytes, self.own_bytes)
         first, other = (size + TAIL_BYTES if size else 0 for size in sizes)
         return first + (self.num_copies - 1) * other

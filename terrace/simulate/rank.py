@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 
 class Passes:
-    """Consecutive passes: their seconds in order, and by category."""
-
     __slots__ = ("by_category", "opens", "plays", "sends", "steps_s", "tails")
 
     def __init__(self, plays: Sequence["Play"]) -> None:
@@ -312,7 +310,6 @@ class Rank(BelowClocks):
         return done_s, -1
 
     def wait(self, moment: Moment, category: str) -> None:
-        """Make the compute stream wait for a message."""
         seconds = moment[0] - self.now_s
         if seconds > 0.0 and not self.stops:
             self.time_s[category] += seconds

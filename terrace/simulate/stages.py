@@ -190,7 +190,6 @@ class Pipeline:
         return found
 
     def recordings(self) -> list[Recording]:
-        """Recordings of the last step, of the stages whose ranks record."""
         first_s, found = min(self.begun_s), []
         for rank, begun_s in zip(self.ranks, self.begun_s, strict=True):
             if isinstance(rank, Recorder):

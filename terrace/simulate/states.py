@@ -51,7 +51,6 @@ class StageBlocks:
 
 @lru_cache(maxsize=4096)
 def stage_blocks(kinds: Kinds, held: Sequence[int]) -> StageBlocks:
-    """The blocks of a model, by index, that a rank holds."""
     place = {block: index for index, block in enumerate(held)}
     order = tuple(kinds.order[block] for block in held)
     pairs = ((index, owner) for index, kind in enumerate(order) for owner in kinds.specs[kind].tied_to)

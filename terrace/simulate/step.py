@@ -138,7 +138,6 @@ class Prediction:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all micro-batches were played."""
         return self.played_micros == self.step.num_micros
 
     @property
@@ -148,12 +147,10 @@ class Prediction:
 
     @cached_property
     def busiest(self) -> int:
-        """The stage that waits least for other stages."""
         return min(range(len(self.times_s)), key=lambda stage: _idle_s(self.times_s[stage]))
 
 
 def idle_s(report: StepReport) -> float:
-    """Seconds of a step that a stage waits for other stages."""
     return _idle_s(report.time_s)
 
 

@@ -140,7 +140,6 @@ class Work:
 
     @property
     def attended_kv_heads(self) -> int:
-        """Key-value heads on a rank in attention."""
         return self._part.keys
 
     @cached_property

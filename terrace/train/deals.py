@@ -57,7 +57,6 @@ class Deals:
         return next((each.formats for each in reversed(self.dealt) if each.step <= step), self.formats)
 
     def add(self, dealt: Dealt) -> None:
-        """Adds shares or formats of later steps."""
         self.dealt += [] if self.dealt else [Dealt(step=0, shares=self.given, formats=self.formats)]
         self.dealt.append(dealt)
 

@@ -45,7 +45,6 @@ Played = dict[tuple[Cluster, int], Sequence[Mapping[str, float]]]  # seconds by 
 
 
 def computing_s(time_s: Mapping[str, float]) -> float:
-    """Seconds of forwards and backwards in a step."""
     return sum(time_s.get(name, 0.0) for name in _COMPUTING)
 
 

@@ -144,8 +144,6 @@ class Start:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How steps and saves are executed."""
-
     compile: bool | None = None  # blocks through torch.compile, whole or in parts; None: on CUDA
     kernels: PartChoice = "torch"  # of norms, activations, RoPE and loss; or "liger": terrace.model.part_kernel
     attention: AttentionChoice = "auto"  # the kernel that serves: terrace.model.attention_kernel
@@ -213,7 +211,6 @@ class TrainConfig(Outputs, Guards, Execution, Start, Records, Updates, Task):
 
     @property
     def length_key(self) -> str:
-        """The key that says how long the run is."""
         return "train.epochs" if self.epochs else "train.steps"
 
     def absolute(self) -> "TrainConfig":

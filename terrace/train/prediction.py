@@ -173,7 +173,6 @@ def forget_programs() -> None:
 
 
 def kept_activations(config: RunConfig, program: Program) -> int:
-    """Peak bytes of activations on a rank of a stage."""
     return activation_bytes(program, held_by_block(config, program))
 
 

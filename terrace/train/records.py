@@ -62,8 +62,6 @@ class Records(Hook):
 
 
 class Shown(Hook):
-    """Writes and shows the record of every step, on rank 0."""
-
     def __init__(self, rank: "RankOfRun", first_step: int) -> None:
         self._rank, self._first_step, self._begin_s = rank, first_step, 0.0
         self._file: MetricsFile | None = None

@@ -59,7 +59,6 @@ class TeacherConfig:
 
     @property
     def is_online(self) -> bool:
-        """Whether the teacher runs beside every step."""
         return bool(self.model) and not self.top_k
 
 

@@ -39,8 +39,6 @@ _REST = -0x8000 + 0x7F  # sign and mantissa of a bf16, as int16
 
 @dataclass(frozen=True)
 class _Parts:
-    """Where each part of a message begins, in bytes."""
-
     counts: int
     nibbles: int
     rests: int
@@ -177,8 +175,6 @@ def mark(messages: Tensor, wire: WireFormat, numel: int) -> None:
 
 
 class _Scratch:
-    """Buffers that all chunks of a call share."""
-
     def __init__(self, like: Tensor) -> None:
         self.size = CHUNK if like.device.type == "cpu" else max(1, like.numel())
         numel = min(self.size, like.numel())

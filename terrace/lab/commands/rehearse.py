@@ -217,7 +217,6 @@ def counts_table(wiring: Wiring, carried: Counts) -> Table:
 
 
 def figures_table(wiring: Wiring, found: list[Figure]) -> Table:
-    """Configured and measured figures of `terrace rehearse check`."""
     title = f"cluster {wiring.cluster.name} at scale {wiring.scale:g}: configured and measured"
     headings = ("tier", "measured is", "configured", "measured", "deviation")
     table = Table(title=title, headings=headings, left=("tier", "measured is"))

@@ -82,7 +82,6 @@ def waits(seen: Seen) -> list[Wait]:
 
 
 def _of(seen: Seen, ran: Ran) -> Iterator[Event]:
-    """The events of the first rank of a process of an island."""
     for event in seen.events:
         if event.island == ran.island and not event.rank and ran.begin_s <= event.at_s <= ran.end_s:
             yield event
@@ -103,7 +102,6 @@ def has_fault(seen: Seen, island: int, begin_s: float, end_s: float) -> bool:
 
 
 def _back(seen: Seen, island: int, from_s: float) -> float:
-    """When an island trains again after `from_s`."""
     trains = (each.at_s for each in seen.events if each.what == "trains" and each.island == island)
     return min((at_s for at_s in trains if at_s > from_s), default=inf)
 
@@ -135,7 +133,6 @@ def entries(seen: Seen) -> list[Entry]:
 
 
 def lost_by(seen: Seen, number: int, rows: "Rows") -> str:
-    """What a fault has cost, in words."""
     at_s, fault = seen.done[number], seen.faults[number]
     if fault.by_rehearsal:
         return "nothing"

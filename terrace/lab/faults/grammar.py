@@ -141,7 +141,6 @@ def _is_final(fault: Fault) -> bool:
 
 
 def _nearest(text: str) -> str:
-    """The right form that is most like `text`, with its numbers."""
     numbers = [word.strip("x") for word in text.split() if word.strip("x").replace(".", "", 1).isdigit()]
     best, most = "", -1.0
     for who, what, where in product(

@@ -20,7 +20,6 @@ class Relay:
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def cut(self, seconds: float) -> None:
-        """Pass nothing on for so long."""
         self._cut_s = time.monotonic() + seconds
 
     def close(self) -> None:

@@ -82,7 +82,6 @@ def policies_table(costs: Sequence[PolicyCost], tiers: Sequence[str]) -> Table:
 
 
 def lengths_svg(bins: Sequence[Bin], title: str) -> str:
-    """Shares of documents, tokens and attention by length, as SVG."""
     # In percent, with a margin of 5 % above the highest bar.
     high = 105 * max(float(getattr(each, name)) for each in bins for name, _ in _SHARES)
     height = HEIGHT - _TOP - BOTTOM

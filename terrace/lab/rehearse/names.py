@@ -29,7 +29,6 @@ class Owner:
 
 
 def owner_of(name: str) -> Owner | None:
-    """The rehearsal that created this namespace; None for a foreign name."""
     found = _NAME.fullmatch(name)
     return Owner(int(found[1]), int(found[2])) if found else None
 

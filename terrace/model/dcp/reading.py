@@ -81,7 +81,6 @@ class DcpWeights:
         return {}
 
     def get_slice(self, name: str) -> "_Slice":
-        """Lazy tensor, read when it is indexed."""
         return _Slice(self, name, self._tensors[self._names[name]])
 
     def get_tensor(self, name: str) -> Tensor:

@@ -74,7 +74,6 @@ class DcpWriter:
         self._add(path, BytesStorageMetadata(), None, self._objects[key])
 
     def finish(self) -> list[str]:
-        """Write `.metadata` and return the names of the files."""
         self._close()
         metadata = Metadata(
             state_dict_metadata=self._described,

@@ -24,8 +24,6 @@ _NONE = torch.empty(0, dtype=torch.int64)  # in place of sequences or positions 
 
 @dataclass(frozen=True, eq=False)
 class Passage:
-    """The routed tokens of one micro-batch."""
-
     kept: Tensor | None  # (T) int64, their indices among all tokens; None: all tokens
     sequences: Tensor = _NONE  # (T) int64, sequence of each token, ascending on one rank; empty: not needed
     num_sequences: int = 0

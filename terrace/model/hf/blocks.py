@@ -198,8 +198,6 @@ class LayerBlock(nn.Module):
 
 
 class HeadBlock(nn.Module):
-    """The final norm and the output matrix."""
-
     block_name = "head"
 
     def __init__(self, norm: nn.Module, output: nn.Module) -> None:

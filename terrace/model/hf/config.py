@@ -256,7 +256,6 @@ def read_scales(loaded: Any, constants: Mapping[str, object]) -> dict[str, float
 
 
 def write_scales(fields: Mapping[str, Any], head_dim: int, table: type[Any]) -> dict[str, Any]:
-    """Inverse of `read_scales`, for the keys of a family's `table`."""
     keys = table.__dataclass_fields__
     values = dict(fields) | {"attention": fields["attention"] or head_dim**-0.5}
     found: dict[str, Any] = {key: values[own] for own, key in _PLAIN.items() if key in keys}

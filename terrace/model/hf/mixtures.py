@@ -45,7 +45,6 @@ def read_experts(loaded: Any, names: Mapping[str, str], constants: Mapping[str, 
 
 
 def write_experts(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Inverse of `read_experts`, for the keys that the family has."""
     table = {key: fields[own.removeprefix(_PART)] for own, key in names.items() if _is_part(own)}
     # Terrace's own keys are omitted if they have their default.
     table = {key: value for key, value in table.items() if OWN_KEYS.get(key) != value}

@@ -171,7 +171,6 @@ class Moment(NamedTuple):
 
 
 def moments_of(steps: Steps) -> tuple[Moment, ...]:
-    """Moments of a pass; equal ones are merged."""
     beside: dict[tuple[MessageClass, Compute | None], tuple[_Counts, _Counts]] = {}
     for step in steps:
         if isinstance(step, Send):

@@ -23,8 +23,6 @@ from terrace.plan.stage import Pass
 
 
 class StageTask(NamedTuple):
-    """One micro-batch passes one chunk of a stage."""
-
     pass_: Pass
     chunk: int
     micro: int

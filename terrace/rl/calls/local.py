@@ -36,8 +36,6 @@ _VERDICT_S = GRACE_S + 10.0  # for the pool to end its processes and report the 
 
 @dataclass(eq=False)
 class _Rank(Pending):
-    """A process: its connection, and the rows that it may drop."""
-
     link: "Connection[Any, Any]"
     dropped: deque[Segment] = field(default_factory=deque)
 

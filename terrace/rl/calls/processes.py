@@ -104,7 +104,6 @@ class Processes:
         raise HangError(f"{in_words(missing)} of a new pool did not start within {start_s:g} s; stacks are on stderr")
 
     def signal(self, ranks: list[int], number: int) -> None:
-        """Send a signal to those of `ranks` whose processes are alive."""
         pids = self._pool.pids
         for rank in ranks:
             with suppress(ProcessLookupError, IndexError):

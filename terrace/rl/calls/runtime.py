@@ -166,8 +166,6 @@ class Caller:
 
 
 class Pool:
-    """Ranks that host roles together."""
-
     def __init__(self, runtime: "Runtime", index: int, num_ranks: int) -> None:
         self.runtime, self.index, self.num_ranks = runtime, index, num_ranks
         self.roles: dict[str, type] = {}

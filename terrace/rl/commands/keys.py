@@ -26,7 +26,6 @@ _SHARED = ("optimizer", "plan")
 
 
 def _defaults(section: str, name: str, default: Any) -> list[str]:
-    """Defaults for loaded weights, for an algorithm and for a task."""
     key, found = f"{section}.{name}", list[str]()
     if key in USUAL:
         found.append(

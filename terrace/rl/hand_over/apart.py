@@ -59,7 +59,6 @@ class HandOverApart:
 
     @property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """Bytes that this rank sends per hand-over, by message class and tier."""
         return self.program.sent_bytes
 
     def run(self) -> list[Slices]:

@@ -78,7 +78,6 @@ class HandOver:
 
     @property
     def sent_bytes(self) -> dict[tuple[MessageClass, str], int]:
-        """Bytes that this rank sends per hand-over, by message class and tier."""
         return self.program.sent_bytes
 
     def run(self, *, lend: bool = False) -> list[Slices]:

@@ -127,7 +127,6 @@ class Transition:
         }
 
     def needs(self, block: int) -> list[Parts]:
-        """Boxes of a block's parameters that each rank has afterwards."""
         return self._needs(self.slices[self.alike[block]])
 
     def _needs(self, slices: Sequence[Parts]) -> list[Parts]:

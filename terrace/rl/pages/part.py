@@ -214,7 +214,6 @@ def _mean(steps: Sequence[Numbers], name: str) -> float:
 
 
 def _final(curves: Sequence[Curve]) -> dict[str, Figure]:
-    """The final values of all lines, by which runs are compared."""
     found = dict[str, Figure]()
     for title, points in lines_of(curves).items():
         end = final_mean(points)

@@ -74,7 +74,6 @@ class Costs:
         return self._of_plan[key]
 
     def generation(self, cluster: Cluster, rows: int, room_bytes: float) -> Generation:
-        """Cost of generation on a pool with `room_bytes` for weights, keys and values."""
         flow = self.dataflow
         replica = Replica.of(cluster, flow.generator.model, rows, flow.compute)
         # The room only affects how many sequences run at a time.
@@ -84,7 +83,6 @@ class Costs:
         return self._generations[key]
 
     def hand_over(self, cluster: Cluster, plan: Plan, rows: int) -> HandOverCost:
-        """Cost of the hand-over from training to generation on the ranks of one pool."""
         key = cluster, _texts(plan), rows
         if key not in self._hand_overs:
             self._hand_overs[key] = predict_hand_over(cluster, self._transition(cluster, plan, rows))

@@ -104,7 +104,6 @@ class Dataflow:
             raise PlanError(f"role {generating[0]!r} trains, so it cannot draw ahead: let another role generate for it")
 
     def iteration_s(self, generate_s: float, prepare_s: float, train_s: float) -> float:
-        """Seconds of an iteration without its hand-over."""
         learn_s = prepare_s + train_s
         return max(generate_s, learn_s) if self.ahead else generate_s + learn_s
 
@@ -118,7 +117,6 @@ class Dataflow:
 
     @property
     def update_batch(self) -> int:
-        """Sequences per optimizer step."""
         return self.sequences // self.updates
 
     @property

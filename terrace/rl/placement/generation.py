@@ -113,7 +113,6 @@ class Replica:
         return max(1, min(self._share(flow)[0], int(room)))
 
     def generation(self, flow: Dataflow, running: int) -> Generation:
-        """Generation of an iteration's responses with `running` sequences at a time."""
         sequences, prompts = self._share(flow)
         # The keys and values that a pass reads grow by a token a sequence, so their mean counts.
         added, mean = sequences * (flow.response_tokens - 1), flow.prompt_tokens + flow.response_tokens / 2

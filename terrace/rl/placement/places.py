@@ -66,8 +66,6 @@ class Option:
 
 
 class Places:
-    """The options of pools of one dataflow on one cluster."""
-
     def __init__(self, dataflow: Dataflow, cluster: Cluster) -> None:
         self.dataflow, self.cluster = dataflow, cluster
         self.costs = Costs(dataflow)

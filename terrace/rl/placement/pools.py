@@ -15,7 +15,6 @@ from terrace.cluster.cluster import Cluster
 
 @lru_cache(maxsize=64)
 def pool_sizes(cluster: Cluster) -> tuple[int, ...]:
-    """Possible pool sizes of a cluster, ascending; the last is the whole cluster."""
     found = {1}
     for index, tier in enumerate(cluster.tiers):
         inside, is_last = cluster.ranks_within(index - 1), index == len(cluster.tiers) - 1

@@ -88,7 +88,6 @@ class Stream:
         self.faults = list[str]()  # what environments did wrong, likewise
 
     def hand_over(self, step: int) -> None:
-        """Give the generator the weights after `step` steps."""
         # End the round first: senders would wait for it, and might exceed their timeout.
         self._end()
         self._arrives = self._bring(step)

@@ -230,7 +230,6 @@ class Reference:
 
     @call(split="data", take="data", balance="rows", reads=TEXTS)
     def logprobs(self, rows: Rows) -> Rows:
-        """Log-probabilities `reference` of the responses' tokens."""
         return Rows({"reference": scores(self.engine, rows)})
 
 

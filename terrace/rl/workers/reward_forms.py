@@ -146,5 +146,4 @@ def _check_given(name: str, signature: _Signature, given: Mapping[str, Any], sam
 
 
 def shown(sample: Sample) -> str:
-    """A sample's prompt, shortened for an error message."""
     return shown_prompt(sample.prompt)

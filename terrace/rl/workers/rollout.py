@@ -104,7 +104,6 @@ class Rollout:
 
     @call(split="replica", take="replica", reads=READS, keeps_groups=True)
     def generate(self, rows: Rows, *, leave: Fraction = Fraction(0)) -> Rows:
-        """Generate responses; arguments and result as for `Actor.generate`."""
         if self._blocks is None:
             raise TrainingError("generation has no weights: call take first")
         return drawn(

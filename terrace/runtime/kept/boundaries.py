@@ -85,5 +85,4 @@ def alone(inputs: Tensor) -> Tensor:
 
 
 def shares(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same storage."""
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

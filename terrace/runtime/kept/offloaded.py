@@ -87,7 +87,6 @@ class Offloaded(Resident):
         self._meter.add(self._category, -self._buffer.nbytes)
 
     def free(self) -> None:
-        """Free the memory of a part that was read and has not changed."""
         self._has_memory = False
         self._pages.give(self._buffer)
         self.count_freed()

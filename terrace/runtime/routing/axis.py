@@ -76,7 +76,6 @@ class ExpertAxis(RoutedAxis):
         self._num_choices = max((mixture.router.config.num_choices for mixture in self._programs), default=0)
 
     def remove(self) -> None:
-        """Restore mixtures that run all experts on this rank."""
         for mixture in self._programs:
             mixture.spread, mixture.overlaps_shared = here, False
 

@@ -60,7 +60,6 @@ class Load:
         return {name: total / self._num_counted for name, total in self._totals.items()}
 
     def begin(self) -> None:
-        """Reset the counts before a step."""
         self._numbers.zero_()
 
     @contextmanager

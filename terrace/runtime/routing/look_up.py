@@ -73,7 +73,6 @@ class TableAxis(RoutedAxis):
         return batches
 
     def remove(self) -> None:
-        """Restore tables that look rows up on this rank alone."""
         for table in self._tables:
             table.detach()
 
