@@ -87,10 +87,7 @@ OPTIONS: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ),
     ("--train.seed", "--run.seed"): ("--seed", "--random-seed"),
     ("--train.log_every",): ("--logging-steps", "--log-interval", "--log-freq"),
-    ("--train.eval_every", "--run.evaluate_every"): (
-        "--eval-steps",
-        "--eval-interval",
-    ),
+    ("--train.eval_every", "--run.evaluate_every"): ("--eval-steps", "--eval-interval"),
     ("--train.eval_every S", "--run.evaluate_every S"): ("--eval-strategy", "--evaluation-strategy"),
     ("--train.checkpoint_every S", "--run.checkpoint_every S"): ("--save-strategy",),
     ("--train.checkpoint_every", "--run.checkpoint_every"): (

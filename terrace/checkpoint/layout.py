@@ -99,11 +99,7 @@ def latest(run_folder: Path) -> Path | None:
 
 
 def checkpoint_bytes(
-    blocks: Sequence[BlockSpec],
-    optimizer: OptimizerConfig,
-    plan: Plan,
-    *,
-    num_islands: int = 1,
+    blocks: Sequence[BlockSpec], optimizer: OptimizerConfig, plan: Plan, *, num_islands: int = 1
 ) -> int:
     """Size of a checkpoint on disk, without headers and islands' figures. `blocks` are whole."""
     compute, master, summed = (FORMATS[each].element_bytes for each in (plan.compute, plan.master, plan.sums))

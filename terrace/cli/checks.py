@@ -56,12 +56,7 @@ def _memory(run: RunConfig, plan_command: str) -> Finding:
     if total <= device.usable_bytes:
         worst = worst_words(job, run.blocks(), run.train.sequence)
         return Finding(level="fine", about="memory of a rank", words=f"{words}; {worst}" if worst else words)
-    return Finding(
-        level="blocks",
-        about="memory of a rank",
-        words=words,
-        fix=_remedy(run, _LIMIT, plan_command),
-    )
+    return Finding(level="blocks", about="memory of a rank", words=words, fix=_remedy(run, _LIMIT, plan_command))
 
 
 def _remedy(run: RunConfig, limit: int, plan_command: str = "") -> str:

@@ -95,10 +95,7 @@ def _folded(words: str) -> str:
 def _warnings(run: RunConfig) -> list[str]:
     # With `verbose`, each is printed below the table that it is about.
     job = job_of(run)
-    found = (
-        worst_words(job, run.blocks(), run.train.sequence),
-        few_exchanges(run.cluster, run.plan, run.train.steps),
-    )
+    found = (worst_words(job, run.blocks(), run.train.sequence), few_exchanges(run.cluster, run.plan, run.train.steps))
     return [words for words in found if words]
 
 

@@ -179,12 +179,7 @@ def _search(options: argparse.Namespace, rest: Sequence[str], kept_bytes: int = 
 
 
 def _deal(
-    given: Task,
-    ties: Ties,
-    loop: Loop | None,
-    search: Callable[[Pins], ProductsFound],
-    pins: Pins,
-    allowed: Allowed,
+    given: Task, ties: Ties, loop: Loop | None, search: Callable[[Pins], ProductsFound], pins: Pins, allowed: Allowed
 ) -> Deal | None:
     """The best shares of unequal members; None if members are alike or no plan with shares is faster."""
     if len(given.cluster.alike) == 1:

@@ -8,13 +8,7 @@ from functools import partial
 from terrace.base.errors import ConfigError, PlanError
 from terrace.base.words import counted, filled
 from terrace.cli.files import write_file
-from terrace.cli.task import (
-    check_output,
-    check_price,
-    read_task,
-    task_words,
-    with_formats,
-)
+from terrace.cli.task import check_output, check_price, read_task, task_words, with_formats
 from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster

@@ -164,8 +164,4 @@ def check_output(option: str, path: Path, options: argparse.Namespace) -> None:
 
 
 def with_formats(task: Task, plan: Any) -> Task:
-    return replace(
-        task,
-        **precision_of(plan),
-        wire=plan.wire,
-    )
+    return replace(task, **precision_of(plan), wire=plan.wire)

@@ -231,11 +231,7 @@ def _cudnn_of_2024(kernels: Kernels) -> Kernels:
     # Causal, 539 TFLOP/s of 989 forward with heads of 128 and 388 with 64 at 16k keys, 315 and 225 at 512; backward 516
     # and 433, not causal, times the 0.906 that a mask costs forward (Shah et al. 2407.08608, figures 5 and 6).
     return replace(
-        kernels,
-        attention=0.545,
-        attention_backward=0.473,
-        attention_half_keys=300.0,
-        attention_half_keys_backward=0.0,
+        kernels, attention=0.545, attention_backward=0.473, attention_half_keys=300.0, attention_half_keys_backward=0.0
     )
 
 

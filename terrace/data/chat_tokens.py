@@ -194,9 +194,7 @@ def _needs_template(files: Iterable[DataFile]) -> bool:
 
 
 def rows_of(
-    files: Iterable[DataFile],
-    columns: tuple[str, ...],
-    made: Callable[[Mapping[str, Any], str], dict[str, Any]],
+    files: Iterable[DataFile], columns: tuple[str, ...], made: Callable[[Mapping[str, Any], str], dict[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], str]]:
     """Yields each record of `files`, converted by `made`, with its place. Of tables only `columns` are read."""
     for file in files:

@@ -6,16 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from terrace.base.errors import ConfigError
-from terrace.data.sources import (
-    STDLIB,
-    Documented,
-    EvalConfig,
-    Format,
-    SourceConfig,
-    SourceSpec,
-    TooLong,
-    absolute,
-)
+from terrace.data.sources import STDLIB, Documented, EvalConfig, Format, SourceConfig, SourceSpec, TooLong, absolute
 
 HOLDOUT = "holdout"  # its name among the sources that are evaluated
 # key -> the value that is not a path

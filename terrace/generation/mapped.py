@@ -38,13 +38,7 @@ _AS_MANY = "the process has as many mappings as it may"
 
 
 def mapped_pages(
-    shape: CacheShape,
-    num_pages: int,
-    page_tokens: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    warns: bool = True,
+    shape: CacheShape, num_pages: int, page_tokens: int, device: torch.device, dtype: torch.dtype, *, warns: bool = True
 ) -> PagePool:
     """Pool of mapped pages. Falls back to gathered pages, with a warning if `warns`, where mapping is impossible."""
     try:

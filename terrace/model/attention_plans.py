@@ -207,12 +207,7 @@ class DeclaredAttention(PlannedAttention):
 
 
 def make_plan(
-    kernel: AttentionKernel,
-    begins: Tensor,
-    window: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    cap: float = 0.0,
+    kernel: AttentionKernel, begins: Tensor, window: int, device: torch.device, dtype: torch.dtype, cap: float = 0.0
 ) -> MaskPieces | Tensor | Declared | None:
     """Mask plan of `kernel` for rows whose documents begin where `begins` (B, S) is true; `cap` 0: none.
 

@@ -133,11 +133,7 @@ class DecoderLayer(nn.Module):
         return output if self.output_norm is None else self.output_norm(output)
 
     def _passed(
-        self,
-        x: Tensor,
-        before: nn.Module | None,
-        sublayer: Callable[[Tensor], Tensor],
-        after: nn.Module | None,
+        self, x: Tensor, before: nn.Module | None, sublayer: Callable[[Tensor], Tensor], after: nn.Module | None
     ) -> Tensor:
         y = sublayer(x) if before is None else self.run(before, (x,), sublayer)
         return y if after is None else after(y)

@@ -33,16 +33,7 @@ from terrace.planner.group_price import Form, GroupPrices
 from terrace.planner.parts import Counts, Work, work_of_runs
 from terrace.planner.patience import ENDLESS, Patience
 from terrace.planner.price import Pace, Prices
-from terrace.planner.space import (
-    Group,
-    Space,
-    divided_groups,
-    groups,
-    passing_units,
-    placements,
-    recomputations,
-    units,
-)
+from terrace.planner.space import Group, Space, divided_groups, groups, passing_units, placements, recomputations, units
 from terrace.planner.stages import SERIAL, has_halves
 from terrace.planner.task import Candidate, Placement, num_micros
 from terrace.program.schedules.registry import takes_unit

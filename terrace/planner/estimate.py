@@ -112,14 +112,7 @@ class Estimator:
         return found
 
     def block(
-        self,
-        kind: int,
-        mesh: Mesh,
-        micro_batch: int,
-        *,
-        context: bool = True,
-        exact: bool = True,
-        halves: bool = False,
+        self, kind: int, mesh: Mesh, micro_batch: int, *, context: bool = True, exact: bool = True, halves: bool = False
     ) -> Seconds:
         """Seconds of a block on one micro-batch.
 

@@ -227,12 +227,7 @@ def _longest(num_layers: int, ends: int, stages: int, chunks: int, logits: float
 
 @lru_cache(maxsize=65536)
 def _numbers(
-    among: Sequence[tuple[str, int]],
-    stages: int,
-    micros: int,
-    most_virtual: int,
-    forward: float,
-    weight: float,
+    among: Sequence[tuple[str, int]], stages: int, micros: int, most_virtual: int, forward: float, weight: float
 ) -> tuple[_Numbers, ...]:
     found = list[_Numbers]()
     for schedule, chunks in among:

@@ -45,10 +45,7 @@ def with_best_numbers(step: Step, free: Collection[str], *, multiple_of: int = 1
 
 def _of_size(step: Step, work: Work, size: int, num_micros: int, free_unit: bool) -> tuple[float, Step] | None:
     step = replace(
-        step,
-        plan=replace(step.plan, micro_batch=size),
-        num_micros=num_micros,
-        work=replace(work, micro_batch=size),
+        step, plan=replace(step.plan, micro_batch=size), num_micros=num_micros, work=replace(work, micro_batch=size)
     )
     units = _units(step) if free_unit else (step.plan.unit,)
     return _least(units, lambda unit: _of_unit(replace(step, plan=replace(step.plan, unit=unit))))

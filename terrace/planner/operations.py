@@ -30,13 +30,7 @@ _Parts = tuple[str, ...]
 
 
 def recomputations_of(
-    device: Device,
-    work: Work,
-    blocks: Sequence[BlockSpec],
-    *,
-    operations: _Parts | None,
-    cuts: bool,
-    partly: bool,
+    device: Device, work: Work, blocks: Sequence[BlockSpec], *, operations: _Parts | None, cuts: bool, partly: bool
 ) -> Recomputations:
     """The choices of a task with these layers: its `operations`, or those that are worth a search on the device.
 

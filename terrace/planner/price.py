@@ -251,12 +251,7 @@ class Prices:
 
 
 def _window_s(
-    own: Sequence[Sent],
-    before: Sequence[Sent],
-    after: Sequence[Sent],
-    units: int,
-    forward_s: float,
-    backward_s: float,
+    own: Sequence[Sent], before: Sequence[Sent], after: Sequence[Sent], units: int, forward_s: float, backward_s: float
 ) -> float:
     """Seconds by which messages that a block's passes overlap lengthen a step, beyond the first and last of the step.
 

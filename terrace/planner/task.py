@@ -316,10 +316,7 @@ def with_tensor_chunks(task: Task, mesh: Mesh, plan: Plan) -> Plan:
 
 
 def with_dtypes(task: Task, plan: Plan) -> Plan:
-    return replace(
-        plan,
-        **precision_of(task),
-    )
+    return replace(plan, **precision_of(task))
 
 
 def schedule_text(schedule: str, chunks: int) -> str:

@@ -30,12 +30,7 @@ class Finding:
 
 
 def findings(machine: Machine) -> list[Finding]:
-    return [
-        *_software(machine),
-        *_backend(machine),
-        *_limits(machine),
-        *_launcher(machine),
-    ]
+    return [*_software(machine), *_backend(machine), *_limits(machine), *_launcher(machine)]
 
 
 def _software(machine: Machine) -> Iterator[Finding]:

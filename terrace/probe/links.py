@@ -193,11 +193,7 @@ def measure_overlap(watch: Stopwatch, links: TierLinks, compute: Work, budget_s:
     ]
     compute_s, message_s, together_s = (statistics.median(column) for column in zip(*rounds, strict=True))
     return Overlap(
-        compute_s=compute_s,
-        message_s=message_s,
-        together_s=together_s,
-        num_messages=num_messages,
-        degree=links.degree,
+        compute_s=compute_s, message_s=message_s, together_s=together_s, num_messages=num_messages, degree=links.degree
     )
 
 

@@ -51,9 +51,7 @@ def measure_sustained(watch: Stopwatch, name: str, seconds: float, say: Callable
         readings.append((now_s, flops / watch.host_loop_s(product, calls)))
     late = [rate for at_s, rate in readings if at_s >= (1 - _LAST) * seconds] or [readings[-1][1]]
     return Sustained(
-        seconds=seconds,
-        burst_flops_per_s=watch.mean(readings[0][1]),
-        flops_per_s=watch.mean(sum(late) / len(late)),
+        seconds=seconds, burst_flops_per_s=watch.mean(readings[0][1]), flops_per_s=watch.mean(sum(late) / len(late))
     )
 
 

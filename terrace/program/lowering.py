@@ -58,12 +58,7 @@ _LARGEST_STEP = 2_000_000  # limit for a step without repetition; one process bu
 
 
 def build(
-    cluster: Cluster,
-    plan: Plan,
-    blocks: Sequence[BlockSpec],
-    num_micros: int,
-    sequence: int = 0,
-    stage: int = 0,
+    cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, sequence: int = 0, stage: int = 0
 ) -> Program:
     """The program of every rank of a stage for a step of `num_micros` micro-batches.
 
@@ -113,10 +108,7 @@ def sharded(
 
 
 def lowered(
-    model: ShardedModel,
-    blocks: Sequence[BlockSpec],
-    num_micros: int,
-    only: int | None = None,
+    model: ShardedModel, blocks: Sequence[BlockSpec], num_micros: int, only: int | None = None
 ) -> list[Program]:
     """The programs of all stages, or of stage `only`, for a step of `num_micros` micro-batches; `blocks` are whole."""
     found = _lowered(model, blocks, num_micros, only)

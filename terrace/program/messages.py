@@ -10,13 +10,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Message
 from terrace.program.phase import Phase
-from terrace.program.resolve import (
-    AGREED,
-    control_message,
-    counts_message,
-    outer_numbers_message,
-    stage_message,
-)
+from terrace.program.resolve import AGREED, control_message, counts_message, outer_numbers_message, stage_message
 
 if TYPE_CHECKING:
     from terrace.program.sharded_model import ShardedModel

@@ -174,11 +174,7 @@ RULES = (
     Rule((Op.GATHER,), "the parameters are being updated", lambda w, now: w.has(Op.UPDATE, now.block)),
     Rule((Op.FREE,), "the block is not gathered", lambda w, now: now.block not in w.resident),
     Rule((Op.FREE,), "its secondary copy is whole and stays", lambda w, now: not w.frees[now.block]),
-    Rule(
-        (Op.FREE,),
-        "the block is gathered for nothing: no instruction read it",
-        lambda w, now: now.block in w.unused,
-    ),
+    Rule((Op.FREE,), "the block is gathered for nothing: no instruction read it", lambda w, now: now.block in w.unused),
     # Messages between stages.
     Rule((Op.SEND,), "stage {} does not read it", lambda w, now: None if w.is_read(now) else now.peer),
     Rule((Op.SEND,), _BEFORE, _sent_missing),

@@ -86,8 +86,7 @@ def _collectives_by_tier(program: Program) -> dict[tuple[int, Layout], list[Inst
 
 def _fail_order(tier: str, rank_a: int, order_a: list[Instruction], rank_b: int, order_b: list[Instruction]) -> None:
     at = next(
-        (i for i, (a, b) in enumerate(zip(order_a, order_b, strict=False)) if a != b),
-        min(len(order_a), len(order_b)),
+        (i for i, (a, b) in enumerate(zip(order_a, order_b, strict=False)) if a != b), min(len(order_a), len(order_b))
     )
     what_a = f"`{order_a[at]}`" if at < len(order_a) else "nothing"
     what_b = f"`{order_b[at]}`" if at < len(order_b) else "nothing"

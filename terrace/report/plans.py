@@ -93,9 +93,7 @@ def changes_table(changes: Sequence["Change"], step_s: float, heads: Sequence[st
     kinds = ["in the"] if len({change.kind for change in changes}) > 1 else []
     first, against, remark = heads
     found = Table(
-        title=title,
-        headings=[first, *kinds, "step", against, "memory", remark],
-        left=[first, *kinds, remark],
+        title=title, headings=[first, *kinds, "step", against, "memory", remark], left=[first, *kinds, remark]
     )
     above = ""
     for change in changes:

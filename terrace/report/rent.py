@@ -94,8 +94,7 @@ def market_page(market: Market, subtitle: str) -> Page:
             (_when(soonest), f"shortest time, {_where(soonest)}"),
         ]
     chart = Section(
-        title="cost against time",
-        body=market_chart(market) if any(not row.reason for row in market.rows) else "",
+        title="cost against time", body=market_chart(market) if any(not row.reason for row in market.rows) else ""
     )
     about = Section(title="what does not run", words=reasons_words(market).splitlines())
     return Page(

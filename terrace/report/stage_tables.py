@@ -18,11 +18,7 @@ from terrace.report.tables import bytes_words, equal_bytes, with_media
 from terrace.simulate.step import WAITS_ON_STAGES, bubble, idle_s
 
 # Waits inside a stage that have their own column; all others are for its data ranks.
-_INSIDE = {
-    "tensor": (MessageClass.TENSOR,),
-    "context": (MessageClass.CONTEXT,),
-    **ROUTED_COLUMN,
-}
+_INSIDE = {"tensor": (MessageClass.TENSOR,), "context": (MessageClass.CONTEXT,), **ROUTED_COLUMN}
 
 
 def others_s(report: StepReport) -> float:

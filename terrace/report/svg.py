@@ -28,12 +28,7 @@ class Row(NamedTuple):
 
 
 def rows_svg(
-    label: str,
-    rows: Sequence[Row],
-    window: Window,
-    shapes: Iterable[str],
-    *,
-    headings: Iterable[tuple[str, int]] = (),
+    label: str, rows: Sequence[Row], window: Window, shapes: Iterable[str], *, headings: Iterable[tuple[str, int]] = ()
 ) -> str:
     """Chart of rows with their names in the gutter, `shapes` in the plot, and a time axis below."""
     height = rows[-1].top + rows[-1].height + _MARGIN + AXIS

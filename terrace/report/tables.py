@@ -286,11 +286,7 @@ def _compare_bytes(predicted: StepReport, measured: StepReport) -> Table:
 
 
 def _compare(
-    title: str,
-    total: str,
-    predicted: Mapping[str, float],
-    measured: Mapping[str, float],
-    show: Callable[[float], str],
+    title: str, total: str, predicted: Mapping[str, float], measured: Mapping[str, float], show: Callable[[float], str]
 ) -> Table:
     # The union, since a category that is missing on one side is an error, too.
     pairs = {name: (predicted.get(name, 0), measured.get(name, 0)) for name in {**predicted, **measured}}

@@ -158,13 +158,7 @@ def workers_of(
         "seed": run.seed,
         "environment": environment_of(config, inputs),
     }
-    draws = {
-        **drawing,
-        "rows": run.rows,
-        "apart": apart,
-        "timeout_s": run.timeout_s,
-        "keeps_routes": run.router_replay,
-    }
+    draws = {**drawing, "rows": run.rows, "apart": apart, "timeout_s": run.timeout_s, "keeps_routes": run.router_replay}
     # A start of a run that goes on may draw other responses, and so have other weights of the same version.
     handed = str(folder / HANDED / secrets.token_hex(4)) if config.rollout.is_served else ""
     found: dict[str, _Worker] = {ACTOR: (Actor, {**draws, "algorithm": config.algorithm, "handed": handed})}

@@ -5,11 +5,7 @@ from terrace.base.products import Command, Product, RunKind
 PRODUCT = Product(
     name="rl",
     commands=(
-        Command(
-            name="rl",
-            help="train a model by feedback on what it writes",
-            module="terrace.rl.commands.line",
-        ),
+        Command(name="rl", help="train a model by feedback on what it writes", module="terrace.rl.commands.line"),
     ),
     runs=(
         RunKind(

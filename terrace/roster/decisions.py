@@ -24,17 +24,7 @@ from collections import Counter
 from collections.abc import Mapping
 from math import inf
 
-from terrace.roster.entries import (
-    Attempted,
-    Brought,
-    Committed,
-    Dealt,
-    Entry,
-    Finished,
-    Gone,
-    Joined,
-    Opened,
-)
+from terrace.roster.entries import Attempted, Brought, Committed, Dealt, Entry, Finished, Gone, Joined, Opened
 from terrace.roster.reports import Contacts, Reply, Report
 from terrace.roster.state import UNREACHED, Member, Roster, after
 

@@ -61,12 +61,7 @@ class Comm:
         if self.context_group is not None:
             member = self.context_group.members.index(rank)
             self.members = GroupP2P(
-                self.groups,
-                self.context_group,
-                member,
-                tiers=tiers,
-                ledger=self.ledger,
-                pacer=pacer,
+                self.groups, self.context_group, member, tiers=tiers, ledger=self.ledger, pacer=pacer
             )
         # Messages of tensor and context ranks have their own lane: they must not queue behind a block's gather or
         # reduction.

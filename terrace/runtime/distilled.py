@@ -192,13 +192,7 @@ def of_top_tokens(ids: Tensor, log_probs: Tensor) -> Targets:
 
 
 def gradient_(
-    logits: Tensor,
-    labels: Tensor,
-    shares: Tensor,
-    tokens: Tensor,
-    targets: Targets,
-    blend: Blend,
-    scale: float = 1.0,
+    logits: Tensor, labels: Tensor, shares: Tensor, tokens: Tensor, targets: Targets, blend: Blend, scale: float = 1.0
 ) -> Tensor:
     """Replace logits (n, V) by `scale` times the gradient of the loss, in place; labels and shares are (n, L).
 

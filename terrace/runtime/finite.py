@@ -155,10 +155,7 @@ class _Watch:
         ]
         for owner, name, function in hidden:
             vars(owner)[name] = function
-        self._runner.handlers |= {
-            Op.BACKWARD_INPUT: passes.backward_input,
-            Op.BACKWARD_WEIGHT: passes.backward_weight,
-        }
+        self._runner.handlers |= {Op.BACKWARD_INPUT: passes.backward_input, Op.BACKWARD_WEIGHT: passes.backward_weight}
         try:
             yield
         finally:

@@ -158,14 +158,7 @@ class TableParam(FlatParam):
     _row_wise: Elementwise
 
     def __init__(
-        self,
-        name: str,
-        spec: FlatParamSpec,
-        rank: int,
-        plan: Plan,
-        device: torch.device,
-        meter: Meter,
-        **others: Any,
+        self, name: str, spec: FlatParamSpec, rank: int, plan: Plan, device: torch.device, meter: Meter, **others: Any
     ) -> None:
         self._below: list[KeptRows] = []
         super().__init__(name, spec, rank, plan, device, meter, **others)

@@ -84,11 +84,7 @@ def play_period(
 
 
 def play_runs(
-    period: Period,
-    work: Priced,
-    known: Sequence[Costs] = (),
-    unplayed: Sequence[Times] = (),
-    rank: type[Rank] = Rank,
+    period: Period, work: Priced, known: Sequence[Costs] = (), unplayed: Sequence[Times] = (), rank: type[Rank] = Rank
 ) -> list[list[Runs]]:
     """Runs of each turn of a steady period, in order; arguments as in `play_period`.
 
@@ -100,12 +96,7 @@ def play_runs(
 
 class _Play:
     def __init__(
-        self,
-        period: Period,
-        work: Priced,
-        known: Sequence[Costs],
-        unplayed: Sequence[Times],
-        rank: type[Rank],
+        self, period: Period, work: Priced, known: Sequence[Costs], unplayed: Sequence[Times], rank: type[Rank]
     ) -> None:
         self.period, self.work, self.unplayed, self.rank = period, work, unplayed, rank
         self._costs = {Phase.TRAIN: list(known)} if known else {}

@@ -91,11 +91,7 @@ def critical_path(*recordings: Recording) -> CriticalPath:
             seconds[recording.program.layout.tiers[tier], category] += share * (piece.end_s - piece.start_s)
     waits_s = sum(spent for name, spent in last.report.time_s.items() if name.startswith("wait "))
     return CriticalPath(
-        pieces=tuple(pieces),
-        seconds=dict(seconds),
-        waits_s=waits_s,
-        slowed_s=last.slowed_s,
-        step_s=last.report.step_s,
+        pieces=tuple(pieces), seconds=dict(seconds), waits_s=waits_s, slowed_s=last.slowed_s, step_s=last.report.step_s
     )
 
 
@@ -226,11 +222,7 @@ def inside_shares(program: Program, instruction: Instruction, category: str) -> 
 
 
 # Waits inside a block -> the class of the messages.
-INSIDE = {
-    WAIT_TENSOR: MessageClass.TENSOR,
-    WAIT_CONTEXT: MessageClass.CONTEXT,
-    WAIT_CHOICES: MessageClass.CHOICES,
-}
+INSIDE = {WAIT_TENSOR: MessageClass.TENSOR, WAIT_CONTEXT: MessageClass.CONTEXT, WAIT_CHOICES: MessageClass.CHOICES}
 
 
 def _shares(weights: Mapping[int, float]) -> dict[int, float]:

@@ -44,10 +44,7 @@ class MemoryCurve:
 NO_MEMORY = MemoryCurve(constant_bytes={}, times_s=(), varying_bytes={})
 
 
-def memory_curve(
-    recording: Recording,
-    activations: Sequence[Held] | None = None,
-) -> MemoryCurve:
+def memory_curve(recording: Recording, activations: Sequence[Held] | None = None) -> MemoryCurve:
     """Memory of one rank over a recorded step; `activations` has each block's for one micro-batch.
 
     Raises `ValueError` unless there is one entry per block.

@@ -28,11 +28,7 @@ class Job:
 
 
 def fullest_stage(
-    job: Job,
-    blocks: tuple[BlockSpec, ...],
-    sequence: int,
-    backend: Backend | None = None,
-    load: float = LOAD_FACTOR,
+    job: Job, blocks: tuple[BlockSpec, ...], sequence: int, backend: Backend | None = None, load: float = LOAD_FACTOR
 ) -> tuple[int, dict[str, int]]:
     """(Index, footprint) of the pipeline stage with the most memory per rank; arguments as in `stage_footprints`."""
     found = stage_footprints(job, blocks, sequence, backend, load)
@@ -41,11 +37,7 @@ def fullest_stage(
 
 
 def stage_footprints(
-    job: Job,
-    blocks: tuple[BlockSpec, ...],
-    sequence: int,
-    backend: Backend | None = None,
-    load: float = LOAD_FACTOR,
+    job: Job, blocks: tuple[BlockSpec, ...], sequence: int, backend: Backend | None = None, load: float = LOAD_FACTOR
 ) -> list[dict[str, int]]:
     """Footprint of one rank of each stage, with what another model beside the steps holds.
 

@@ -72,12 +72,7 @@ def spread_kernel(work: "Work") -> AttentionKernel:
 
 
 def has_flash_attention(
-    core: Core,
-    sequence: int,
-    compute: str,
-    backend: str,
-    documents: bool = False,
-    attention: AttentionChoice = "auto",
+    core: Core, sequence: int, compute: str, backend: str, documents: bool = False, attention: AttentionChoice = "auto"
 ) -> bool:
     """Whether the decoder attends with a fused kernel, which never writes the scores, or with plain products.
 

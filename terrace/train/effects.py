@@ -102,11 +102,7 @@ def _freeze(run: RunConfig) -> str:
     return ""
 
 
-PLAN_RULES: dict[str, PlanRule] = {
-    "prefetch": _prefetch,
-    "sequence_parallel": _sequence_parallel,
-    "unit": _unit,
-}
+PLAN_RULES: dict[str, PlanRule] = {"prefetch": _prefetch, "sequence_parallel": _sequence_parallel, "unit": _unit}
 
 
 def _of_plan(rule: PlanRule) -> Rule:

@@ -202,11 +202,7 @@ def _fitted(cluster: Cluster, world_size: int) -> Cluster:
 
 
 def resolved_plan(
-    cluster: Cluster,
-    plan: Plan,
-    blocks: Sequence[BlockSpec],
-    num_micros: int,
-    activation: tuple[int, int] | None,
+    cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec], num_micros: int, activation: tuple[int, int] | None
 ) -> tuple[Plan, str]:
     """Fills in the expert chunks that a plan leaves out, using the cluster's constants and `plan.micro_batch`. Returns
     the plan and a note.

@@ -120,13 +120,7 @@ def predict(run: RunConfig, cluster: Cluster) -> Prediction:
 def utilisation_of(run: RunConfig, cluster: Cluster, backend: str) -> Utilisation:
     """FLOPs and peaks behind the run's MFU and HFU; `cluster` has the constants measured at the start."""
     return utilisation(
-        run.blocks(),
-        run.plan,
-        run.rows,
-        run.train.sequence,
-        cluster=run.cluster,
-        measured=cluster,
-        backend=backend,
+        run.blocks(), run.plan, run.rows, run.train.sequence, cluster=run.cluster, measured=cluster, backend=backend
     )
 
 

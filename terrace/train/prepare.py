@@ -315,10 +315,7 @@ def _check_disk(folder: Path, config: RunConfig) -> None:
     if "disk" in config.plan.keep.media:
         check_folder(train.keep_folder or _existing(folder))
     each = checkpoint_bytes(
-        config.blocks(),
-        config.optimizer,
-        config.plan,
-        num_islands=Layout.of(config.cluster, config.plan).num_islands,
+        config.blocks(), config.optimizer, config.plan, num_islands=Layout.of(config.cluster, config.plan).num_islands
     )
     every = 1 if train.checkpoint_every == AUTO else train.known_every
     num_saves = -(-train.steps // every) if every else 1

@@ -28,12 +28,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.balance_rules import check_balance
 from terrace.plan.context import is_context_parallel
 from terrace.plan.keep_rules import check_clip, kept_in
-from terrace.plan.members import (
-    boundary_formats,
-    check_new_formats,
-    check_new_shares,
-    with_shared_size,
-)
+from terrace.plan.members import boundary_formats, check_new_formats, check_new_shares, with_shared_size
 from terrace.plan.pruning import NO_PRUNING, check_pruning
 from terrace.plan.routes import lossy_messages
 from terrace.plan.validate import validate

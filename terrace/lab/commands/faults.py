@@ -110,9 +110,7 @@ def table_of(found: Findings) -> Table:
 
 
 def lines_of(found: Findings) -> list[str]:
-    lines = [
-        f"steps lost by the other islands: {found.num_steps_lost}; processes left running: {found.num_left}",
-    ]
+    lines = [f"steps lost by the other islands: {found.num_steps_lost}; processes left running: {found.num_left}"]
     if found.healing:
         ratios = ", ".join(f"{each:.2f}" for each in found.healing)
         lines.append(f"bytes that healed, over anchor and momentum: {ratios}")

@@ -100,12 +100,7 @@ def _tiered_rounds(ring_degrees: Sequence[int]) -> tuple[list[_Messages], _Messa
 
 
 def _ring(
-    policy: str,
-    rounds: Sequence[_Messages],
-    home: _Messages,
-    lengths: Sequence[int],
-    cost: WorkCost,
-    bound_s: float,
+    policy: str, rounds: Sequence[_Messages], home: _Messages, lengths: Sequence[int], cost: WorkCost, bound_s: float
 ) -> PolicyCost:
     num_ring_ranks = len(rounds) + 1
     tokens = sum(ring_tokens(length, num_ring_ranks) for length in lengths)

@@ -22,25 +22,11 @@ from terrace.model.config import MOST_FURTHER_TOKENS, ModelConfig, load_model
 from terrace.model.dcp.reading import DcpWeights
 from terrace.model.hf.checksums import Checksums
 from terrace.model.hf.families import FAMILIES
-from terrace.model.hf.folder import (
-    CONFIG,
-    METADATA,
-    SINGLE,
-    is_dcp,
-    weight_files,
-)
+from terrace.model.hf.folder import CONFIG, METADATA, SINGLE, is_dcp, weight_files
 from terrace.model.hf.keys import NEXTN, PROJECTION
 from terrace.model.hf.misfit import misfit_words
 from terrace.model.hf.mxfp4 import PACKED, PackedWeights
-from terrace.model.hf.names import (
-    DERIVED,
-    NAMES,
-    StoredTensor,
-    copies_of_shared,
-    further_layers,
-    output_name,
-    sources,
-)
+from terrace.model.hf.names import DERIVED, NAMES, StoredTensor, copies_of_shared, further_layers, output_name, sources
 
 _FLOATS = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}  # safetensors' name -> Terrace's
 _NAMED = 3  # number of tensors of a kind that an error lists

@@ -94,13 +94,7 @@ def response_log_ratios(logprobs: Tensor, old_logprobs: Tensor, offsets: Tensor,
 
 
 def cispo(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, weights: Tensor, *, clip_low: float, clip_high: float
 ) -> Tensor:
     """Sum of -sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi, sg stop-gradient (CISPO, 2506.13585, eqs. 4, 5).
 

@@ -35,11 +35,7 @@ def serve(world: World, address: str, secret: bytes) -> None:
     host = Host(world if world.world_size > 1 else None, store)
     # A SIGTERM to all processes of a run is meant for the controller, so this process only records the first, as ranks
     # of `terrace train` do. The controller checks heartbeats when a call is late.
-    with (
-        StopSignal(SIGNALS[:1]),
-        watch(world, timeout_s=NEVER_S) as dog,
-        Client(address, "AF_UNIX", secret) as link,
-    ):
+    with StopSignal(SIGNALS[:1]), watch(world, timeout_s=NEVER_S) as dog, Client(address, "AF_UNIX", secret) as link:
         dog.idle("between calls")
         link.send_bytes(str(world.rank).encode())
         inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()

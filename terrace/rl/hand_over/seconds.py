@@ -77,10 +77,7 @@ def predict_hand_over(cluster: Cluster, transition: Transition) -> HandOverCost:
 
 
 def _played_s(
-    cluster: Cluster,
-    transition: Transition,
-    turns: Sequence[tuple[tuple[int, ...], int, _Ends]],
-    groups: Sequence[int],
+    cluster: Cluster, transition: Transition, turns: Sequence[tuple[tuple[int, ...], int, _Ends]], groups: Sequence[int]
 ) -> float:
     """Seconds until the last group has done all instructions (blocks, tier, ends)."""
     ranks = {group: rank for rank, group in enumerate(groups)}

@@ -122,11 +122,7 @@ def _laid_out(numbers: Sequence[Any], emitted: Sequence[bool]) -> tuple[Any, ...
 
 
 def completed(
-    engine: GenerationEngine,
-    requests: Sequence[Request],
-    rows: Rows,
-    leave: Fraction,
-    partner: OneTurn = NOBODY,
+    engine: GenerationEngine, requests: Sequence[Request], rows: Rows, leave: Fraction, partner: OneTurn = NOBODY
 ) -> list[Completion]:
     """Run requests and return their completions; unfinished ones have `finish` "aborted".
 

@@ -84,13 +84,7 @@ class KeptState:
     rests_below, is_coded, nbytes = True, True, 0
 
     def __init__(
-        self,
-        passage: Passage,
-        index: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        make: Make,
-        changed: Changed,
+        self, passage: Passage, index: int, dtype: torch.dtype, device: torch.device, make: Make, changed: Changed
     ) -> None:
         self._passage, self.index, self._make, self._changed = passage, index, make, changed
         self._dtype, self._device = dtype, device
@@ -161,12 +155,7 @@ class KeptStorage(Storage):
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        states: str | None,
-        noise: Noise | None,
-        passage: Passage,
-        changed: Changed | None,
+        self, dtype: torch.dtype, states: str | None, noise: Noise | None, passage: Passage, changed: Changed | None
     ) -> None:
         super().__init__(dtype, states, noise)
         self._passage, self._of_master = passage, changed

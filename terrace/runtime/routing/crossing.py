@@ -191,11 +191,7 @@ class Crossing:
         number = 1 + max(message.chunk for message in sent if isinstance(message, RoutedMessage))
         each = len(self._ways) // number
         return [
-            Chunk(
-                self._rank,
-                self._ways[each * chunk : each * (chunk + 1)],
-                [part[start:stop] for part in parts],
-            )
+            Chunk(self._rank, self._ways[each * chunk : each * (chunk + 1)], [part[start:stop] for part in parts])
             for chunk, (start, stop) in enumerate(spans_of(len(parts[0]), number))
         ]
 

@@ -65,10 +65,7 @@ def count_prefixes(experts: Tensor, num_experts: int, degrees: Sequence[int]) ->
 
 
 def route_of(
-    table: Tensor,
-    tiers: Sequence[Sequence[int]],
-    degrees: Sequence[Sequence[int]],
-    places: Sequence[Sequence[int]],
+    table: Tensor, tiers: Sequence[Sequence[int]], degrees: Sequence[Sequence[int]], places: Sequence[Sequence[int]]
 ) -> Route:
     """The hops of the rank at `places`, from the counts of all ranks, `table` (d_1 .. d_m w_1 .. w_q, prefixes).
 

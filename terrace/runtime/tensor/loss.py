@@ -26,13 +26,7 @@ OPERANDS = 2
 
 
 def vocabulary_losses(
-    hidden: Tensor,
-    weight: nn.Parameter,
-    labels: Tensor,
-    part: slice,
-    comm: AxisComm,
-    cap: float = 0.0,
-    unused: int = 0,
+    hidden: Tensor, weight: nn.Parameter, labels: Tensor, part: slice, comm: AxisComm, cap: float = 0.0, unused: int = 0
 ) -> Tensor:
     """Cross entropies (B, S) of hidden states (B, S, H) and labels (B, S), equal on every rank.
 
