@@ -3,74 +3,62 @@
 from collections.abc import Iterator
 from functools import lru_cache
 
+from terrace.model import operations as ops
 from terrace.model.experts.config import ExpertsConfig
-from terrace.model.operations import (
-    Convolution,
-    Core,
-    Delta,
-    Dim,
-    LookUp,
-    Loss,
-    Mixture,
-    Norm,
-    Operation,
-    Operations,
-    PlainProduct,
-    Product,
-    Score,
-)
 from terrace.model.params import STACKED, ParamSpec
 
-_ONE = Dim("channels", 1)  # a convolution reads one feature for each that it writes
+_ONE = ops.Dim("channels", 1)  # a convolution reads one feature for each that it writes
 
 
 @lru_cache(maxsize=256)
-def params_of(operations: Operations) -> tuple[ParamSpec, ...]:
+def params_of(operations: ops.Operations) -> tuple[ParamSpec, ...]:
     """Parameters of a block, in the order of `named_parameters` of its module.
 
     Within a submodule its own parameters come first, then matrices, then norms, as in its constructor.
     """
     modules: dict[str, list[tuple[int, list[ParamSpec]]]] = {}
-    ends = any(isinstance(operation, Loss | Score) for operation in operations)
+    ends = any(isinstance(operation, ops.Loss | ops.Score) for operation in operations)
     for operation in operations:
         found = _params(operation)
         module = "" if ends or not found else found[0].name.partition(".")[0]
-        place = 0 if isinstance(operation, Core | Delta) else 2 if isinstance(operation, Norm) else 1
+        place = 0 if isinstance(operation, ops.Core | ops.Delta) else 2 if isinstance(operation, ops.Norm) else 1
         modules.setdefault(module, []).append((place, found))
     ordered = (found for own in modules.values() for _, found in sorted(own, key=lambda each: each[0]))
     return tuple(param for found in ordered for param in found)
 
 
-def _params(operation: Operation, *, is_stacked: bool = False) -> list[ParamSpec]:
+def _params(operation: ops.Operation, *, is_stacked: bool = False) -> list[ParamSpec]:
     match operation:
-        case Norm():
+        case ops.Norm():
             parts = ("weight", "bias") if operation.kind == "layer" else ("weight",)
             return [_param(f"{operation.weight}.{part}", operation.over) for part in parts]
-        case Product():
-            stack = (Dim(STACKED, operation.stack),) if is_stacked else ()
+        case ops.Product():
+            stack = (ops.Dim(STACKED, operation.stack),) if is_stacked else ()
             found = [_param(f"{operation.weight}.weight", *stack, operation.outputs, operation.inputs)]
             bias = [_param(f"{operation.weight}.bias", *stack, operation.outputs)]
             return found + bias if operation.has_bias else found
-        case Core():
-            return [_param(operation.sinks, Dim("heads", operation.heads))] if operation.sinks else []
-        case Convolution():
-            return [_param(f"{operation.weight}.weight", operation.source.features, _ONE, Dim("taps", operation.taps))]
-        case Delta():
-            heads = Dim("heads", operation.heads)
+        case ops.Core():
+            return [_param(operation.sinks, ops.Dim("heads", operation.heads))] if operation.sinks else []
+        case ops.Convolution():
+            return [
+                _param(f"{operation.weight}.weight", operation.source.features, _ONE, ops.Dim("taps", operation.taps))
+            ]
+        case ops.Delta():
+            heads = ops.Dim("heads", operation.heads)
             return [_param(operation.log_decay, heads), _param(operation.decay_bias, heads)]
-        case Mixture():
+        case ops.Mixture():
             return list(_mixture_params(operation))
-        case LookUp():
+        case ops.LookUp():
             hidden = operation.target.features
             if not operation.owns:
                 return []
             found = [_table(operation.weight, operation.vocabulary, hidden)]
-            positions = Dim("positions", operation.positions)
+            positions = ops.Dim("positions", operation.positions)
             return [*found, _param("positions", positions, hidden)] if operation.positions else found
-        case Loss():
+        case ops.Loss():
             hidden = operation.source.features._replace(size=1)
             return [_table(operation.weight, operation.vocabulary, hidden)] if operation.owns else []
-        case Score():
+        case ops.Score():
             # Replicated on all tensor ranks, as are the hidden states before it.
             features = operation.source.features._replace(counts="features")
             return [_param(f"{operation.weight}.weight", operation.target.features, features)]
@@ -78,7 +66,7 @@ def _params(operation: Operation, *, is_stacked: bool = False) -> list[ParamSpec
             return []
 
 
-def _mixture_params(mixture: Mixture) -> Iterator[ParamSpec]:
+def _mixture_params(mixture: ops.Mixture) -> Iterator[ParamSpec]:
     yield from _router_params(mixture.experts, (mixture.hidden.counts, mixture.hidden.units))
     for operation in mixture.each:
         yield from _params(operation, is_stacked=True)  # also with a single expert
@@ -110,18 +98,18 @@ def _router_params(experts: ExpertsConfig, hidden: tuple[str, int]) -> list[Para
     ]
 
 
-def _table(name: str, vocabulary: int, hidden: Dim) -> ParamSpec:
+def _table(name: str, vocabulary: int, hidden: ops.Dim) -> ParamSpec:
     # "features": rows stay whole under axes that cut the residual stream ("hidden").
-    return _param(name, Dim("vocab", vocabulary), hidden._replace(counts="features"))
+    return _param(name, ops.Dim("vocab", vocabulary), hidden._replace(counts="features"))
 
 
-def _param(name: str, *dims: Dim) -> ParamSpec:
+def _param(name: str, *dims: ops.Dim) -> ParamSpec:
     return ParamSpec(
         name=name, shape=tuple(dim.numel for dim in dims), dims=tuple((dim.counts, dim.units) for dim in dims)
     )
 
 
-def active_numel(operations: Operations, param: ParamSpec) -> int:
+def active_numel(operations: ops.Operations, param: ParamSpec) -> int:
     """Elements of a parameter that are active for one token: all, or those of the chosen experts.
 
     0 for a stack of experts if the block does not declare how many experts a token has.
@@ -132,7 +120,7 @@ def active_numel(operations: Operations, param: ParamSpec) -> int:
 
 
 @lru_cache(maxsize=4096)
-def forward_flops(operations: Operations, batch_size: int, sequence: int) -> int:
+def forward_flops(operations: ops.Operations, batch_size: int, sequence: int) -> int:
     """FLOPs of the matrix products in one forward pass on (B, S) tokens.
 
     A product of (m, k) and (k, n) counts 2mnk; only the chosen experts of a token count. Attention counts the full
@@ -143,20 +131,20 @@ def forward_flops(operations: Operations, batch_size: int, sequence: int) -> int
     return sum(2 * tokens * _multiplications(operations, each, sequence) for each in operations)
 
 
-def _multiplications(operations: Operations, operation: Operation, sequence: int) -> int:
+def _multiplications(operations: ops.Operations, operation: ops.Operation, sequence: int) -> int:
     """Multiplications per token."""
     match operation:
-        case Core():
+        case ops.Core():
             return sequence * operation.heads * (operation.head_dim + operation.value_dim)
-        case Convolution():
+        case ops.Convolution():
             return operation.taps * operation.source.features.numel
-        case Delta():
+        case ops.Delta():
             return operation.multiplications
-        case PlainProduct():
+        case ops.PlainProduct():
             return operation.source.features.numel * operation.target.features.numel
-        case LookUp():
+        case ops.LookUp():
             return 0
-        case Loss():
+        case ops.Loss():
             return 0 if operation.only_reads else operation.source.features.numel * operation.vocabulary
         case _:
             return sum(active_numel(operations, param) for param in _params(operation) if param.is_matrix)

@@ -11,26 +11,7 @@ from functools import cached_property
 from typing import Literal
 
 from terrace.base.errors import ModelError, did_you_mean
-from terrace.model.operations import (
-    INPUT,
-    NO_FEATURES,
-    NO_OPERATIONS,
-    OUTPUT,
-    Core,
-    Dim,
-    Enter,
-    LookUp,
-    Loss,
-    Norm,
-    Operation,
-    Operations,
-    Product,
-    Score,
-    Sum,
-    Tensor,
-    Tokens,
-    chain,
-)
+from terrace.model import operations as ops
 from terrace.model.params import ParamSpec
 
 _WEIGHT = ".weight"
@@ -46,7 +27,7 @@ _INNER = ("heads", "kv_heads", "intermediate")
 #
 # This is enough to place the cuts of a tensor axis and its messages, but not to estimate seconds and memory. For these,
 # such a block counts as the chain of its products (`BlockSpec.operations`).
-def operations_of_dims(params: Sequence[ParamSpec]) -> Operations:
+def operations_of_dims(params: Sequence[ParamSpec]) -> ops.Operations:
     """Operations of a block with these parameters, in their order; norms of heads follow their product.
 
     Empty if no dims are declared. Stacks of experts and matrices of other dims are omitted.
@@ -55,30 +36,30 @@ def operations_of_dims(params: Sequence[ParamSpec]) -> Operations:
     modules = {_module(param) for param in matrices}
     vectors = [param for param in params if len(param.dims) == 1 and _module(param) not in modules]
     found = list(_in_order(params, vectors))
-    if any(isinstance(each, Product) for each in found):
-        return Operations(tuple(found))
+    if any(isinstance(each, ops.Product) for each in found):
+        return ops.Operations(tuple(found))
     table = next((param for param in matrices if param.dims[0][0] == "vocab"), None)
     if table is None:
         # The head of a tied model has only a norm.
-        losses = [Loss("loss", each.writes, (_LOSSES,), "", 0, owns=False) for each in found[-1:]]
-        return Operations((*found, *losses))
+        losses = [ops.Loss("loss", each.writes, (_LOSSES,), "", 0, owns=False) for each in found[-1:]]
+        return ops.Operations((*found, *losses))
     # Named after the parameter, which may belong to the block directly rather than to a submodule.
-    tensor, vocabulary = Tensor("stream", _dim(table, 1)), table.dims[0][1]
+    tensor, vocabulary = ops.Tensor("stream", _dim(table, 1)), table.dims[0][1]
     if found:
-        return Operations((*found, Loss("loss", (tensor,), (_LOSSES,), table.name, vocabulary)))
-    return Operations((LookUp("look up", (), (tensor,), table.name, vocabulary),))
+        return ops.Operations((*found, ops.Loss("loss", (tensor,), (_LOSSES,), table.name, vocabulary)))
+    return ops.Operations((ops.LookUp("look up", (), (tensor,), table.name, vocabulary),))
 
 
-_LOSSES = Tensor(OUTPUT, Dim("losses", 1), Tokens.ALL)
+_LOSSES = ops.Tensor(ops.OUTPUT, ops.Dim("losses", 1), ops.Tokens.ALL)
 
 
-def _in_order(params: Sequence[ParamSpec], vectors: Sequence[ParamSpec]) -> Iterator[Operation]:
+def _in_order(params: Sequence[ParamSpec], vectors: Sequence[ParamSpec]) -> Iterator[ops.Operation]:
     """Norms of the residual stream, and complete regions at the position of their output projection."""
     entering: list[ParamSpec] = []
     for param in params:
         match _counts(param):
             case ("hidden",) if param in vectors and param.name.endswith(_WEIGHT):
-                yield _norm(param, vectors, Tensor(INPUT, _dim(param, 0)))
+                yield _norm(param, vectors, ops.Tensor(ops.INPUT, _dim(param, 0)))
             case (inner, "hidden") if inner in _INNER:
                 entering.append(param)
             case ("hidden", inner) if inner in _INNER:
@@ -86,41 +67,43 @@ def _in_order(params: Sequence[ParamSpec], vectors: Sequence[ParamSpec]) -> Iter
                 entering = []
 
 
-def _region(entering: Sequence[ParamSpec], leaving: ParamSpec, vectors: Sequence[ParamSpec]) -> Iterator[Operation]:
-    stream, mixed = Tensor(INPUT, _dim(leaving, 0)), Tensor("mixed", _dim(leaving, 1), Tokens.ALL)
-    whole = stream._replace(name="whole input", tokens=Tokens.ALL)
+def _region(entering: Sequence[ParamSpec], leaving: ParamSpec, vectors: Sequence[ParamSpec]) -> Iterator[ops.Operation]:
+    stream, mixed = ops.Tensor(ops.INPUT, _dim(leaving, 0)), ops.Tensor("mixed", _dim(leaving, 1), ops.Tokens.ALL)
+    whole = stream._replace(name="whole input", tokens=ops.Tokens.ALL)
     place = _module(leaving).rpartition(".")[0]
     norms = [
         each
         for each in vectors
         if each.name.startswith(f"{place}.") and _counts(each) != ("hidden",) and each.name.endswith(_WEIGHT)
     ]
-    yield Enter("gather input", (stream,), (whole,))
-    results = [Tensor(_module(param), _dim(param, 0), Tokens.ALL) for param in entering]
+    yield ops.Enter("gather input", (stream,), (whole,))
+    results = [ops.Tensor(_module(param), _dim(param, 0), ops.Tokens.ALL) for param in entering]
     for index, result in enumerate(results):
-        yield Product(result.name, (whole,), (result,), result.name)
+        yield ops.Product(result.name, (whole,), (result,), result.name)
         for norm in norms[index : index + 1]:
             yield _norm(norm, vectors, result)
     if mixed.features.counts == "heads":
         _, heads, size = mixed.features
         keys = [each.features.units for each in results if each.features.counts == "kv_heads"]
-        yield Core("attention", tuple(results), (mixed,), heads, (keys or [heads])[0], head_dim=size, value_dim=size)
-    yield Product(_module(leaving), (mixed,), (stream._replace(name=OUTPUT),), _module(leaving))
+        yield ops.Core(
+            "attention", tuple(results), (mixed,), heads, (keys or [heads])[0], head_dim=size, value_dim=size
+        )
+    yield ops.Product(_module(leaving), (mixed,), (stream._replace(name=ops.OUTPUT),), _module(leaving))
 
 
-def _norm(param: ParamSpec, vectors: Sequence[ParamSpec], source: Tensor) -> Norm:
+def _norm(param: ParamSpec, vectors: Sequence[ParamSpec], source: ops.Tensor) -> ops.Norm:
     name = _module(param)
     kind: Literal["rms", "layer"] = "layer" if any(each.name == f"{name}.bias" for each in vectors) else "rms"
-    return Norm(name, (source,), (source,), name, _dim(param, 0), kind)
+    return ops.Norm(name, (source,), (source,), name, _dim(param, 0), kind)
 
 
 def _counts(param: ParamSpec) -> tuple[str, ...]:
     return tuple(counts for counts, _ in param.dims)
 
 
-def _dim(param: ParamSpec, index: int) -> Dim:
+def _dim(param: ParamSpec, index: int) -> ops.Dim:
     (counts, units), size = param.dims[index], (param.whole or param.shape)[index]
-    return Dim(counts, units, size // units) if units else NO_FEATURES
+    return ops.Dim(counts, units, size // units) if units else ops.NO_FEATURES
 
 
 def _module(param: ParamSpec) -> str:
@@ -137,10 +120,10 @@ class Computes(StrEnum):
 
 
 _COMPUTED = {
-    Sum: Computes.RESIDUAL,  # a layer, which may look up further tokens
-    LookUp: Computes.LOOK_UP,
-    Loss: Computes.LOGITS,
-    Score: Computes.VALUES,
+    ops.Sum: Computes.RESIDUAL,  # a layer, which may look up further tokens
+    ops.LookUp: Computes.LOOK_UP,
+    ops.Loss: Computes.LOGITS,
+    ops.Score: Computes.VALUES,
 }
 
 
@@ -155,15 +138,15 @@ class BlockSpec:
     name: str
     params: tuple[ParamSpec, ...]
     tied_to: tuple[int, ...] = ()
-    declared: Operations = NO_OPERATIONS
+    declared: ops.Operations = ops.NO_OPERATIONS
 
     @cached_property
-    def operations(self) -> Operations:
+    def operations(self) -> ops.Operations:
         """Declared operations, or else the chain of its products."""
-        return self.declared if self.declared.each else chain(self.matrices)
+        return self.declared if self.declared.each else ops.chain(self.matrices)
 
     @cached_property
-    def cut_operations(self) -> Operations:
+    def cut_operations(self) -> ops.Operations:
         """Operations that a tensor axis shards: the declared ones, or else those inferred from the parameters' dims."""
 
         return self.declared if self.declared.each else operations_of_dims(self.params)

@@ -11,21 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from terrace.model.operations import (
-    INPUT,
-    OUTPUT,
-    Activation,
-    Core,
-    Dim,
-    Enter,
-    Join,
-    Mixture,
-    Norm,
-    Operation,
-    Operations,
-    Tensor,
-    Tokens,
-)
+from terrace.model import operations as ops
 from terrace.plan.dims import CUT_BY
 from terrace.plan.wire import FORMATS
 from terrace.simulate.tape import Node
@@ -48,8 +34,8 @@ class BlockTape:
 
     work: "Work"
     backend: Backend
-    operations: Operations
-    rules: Mapping[type[Operation], Rule]
+    operations: ops.Operations
+    rules: Mapping[type[ops.Operation], Rule]
     nodes: list[Node] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
     # Target of an `Enter` -> its name on the tape, and bytes gathered for each product and again for its backward.
@@ -66,15 +52,15 @@ class BlockTape:
         self.wide = max(self.item, _WIDE_BYTES)
         # Tensor rows that share the tokens of the residual stream.
         self.stream_rows = work.rows if work.sequence_parallel else 1
-        stream = self.bytes_of(Tensor(INPUT, work.layer.hidden))
-        self.sizes |= {INPUT: self.operations.widths[0] * stream, OUTPUT: stream}
+        stream = self.bytes_of(ops.Tensor(ops.INPUT, work.layer.hidden))
+        self.sizes |= {ops.INPUT: self.operations.widths[0] * stream, ops.OUTPUT: stream}
         for operation in self.operations:
             for node in self.nodes_of(operation):  # one by one: rules look at the nodes before
                 self.nodes.append(node)
         if not self.nodes:
-            self.nodes.append(Node((INPUT,), OUTPUT, name="pass on"))
+            self.nodes.append(Node((ops.INPUT,), ops.OUTPUT, name="pass on"))
 
-    def nodes_of(self, operation: Operation) -> Iterator[Node]:
+    def nodes_of(self, operation: ops.Operation) -> Iterator[Node]:
         """Nodes of an operation. Raises `KeyError` for a type without a rule."""
         for tensor in operation.writes:
             self.sizes[tensor.name] = self.bytes_of(tensor)
@@ -88,48 +74,48 @@ class BlockTape:
         self.sizes[name] = num_bytes
         return name
 
-    def units(self, dim: Dim) -> int:
+    def units(self, dim: ops.Dim) -> int:
         """Units of a dim on the rank with the most."""
         work, of_experts = self.work, dim.counts in ("experts", "expert_intermediate")
         rows = work.expert_rows if of_experts else work.rows  # experts have rows of their own
         degrees = {"rows": rows, "columns": work.columns, "expert": work.expert}
         return -(-dim.units // math.prod(degrees[axis] for axis in CUT_BY.get(dim.counts, ())))
 
-    def width(self, dim: Dim) -> int:
+    def width(self, dim: ops.Dim) -> int:
         """Elements of a dim on the rank with the most."""
         return self.units(dim) * dim.size
 
-    def elements(self, tensor: Tensor) -> int:
+    def elements(self, tensor: ops.Tensor) -> int:
         """Elements of a tensor on a rank."""
         width = self.width(tensor.features)
         match tensor.tokens:
-            case Tokens.STREAM:
+            case ops.Tokens.STREAM:
                 return self.work.tokens * width // self.stream_rows
-            case Tokens.ALL:
+            case ops.Tokens.ALL:
                 return self.work.tokens * width
-            case Tokens.ROUTED:
+            case ops.Tokens.ROUTED:
                 return self.work.routed * width
-            case Tokens.ROWS:
+            case ops.Tokens.ROWS:
                 return self.rows * width
 
-    def bytes_of(self, tensor: Tensor) -> int:
+    def bytes_of(self, tensor: ops.Tensor) -> int:
         """Bytes of a tensor in the compute dtype on a rank."""
         return self.elements(tensor) * self.item
 
-    def whole_bytes(self, tensor: Tensor) -> int:
+    def whole_bytes(self, tensor: ops.Tensor) -> int:
         """Bytes of a residual-stream tensor with all tokens, where tensor rows share them; else 0."""
-        return self.bytes_of(tensor._replace(tokens=Tokens.ALL)) if self.stream_rows > 1 else 0
+        return self.bytes_of(tensor._replace(tokens=ops.Tokens.ALL)) if self.stream_rows > 1 else 0
 
-    def _part(self, operation: Operation) -> str:
+    def _part(self, operation: ops.Operation) -> str:
         """Recomputable part (one of `terrace.plan.recompute.OPERATIONS`) that the operation belongs to; "" if none."""
         match operation:
-            case Core():
+            case ops.Core():
                 return "attention"
-            case Join() if operation.source == self.work.layer.core.target:  # of the heads' values
+            case ops.Join() if operation.source == self.work.layer.core.target:  # of the heads' values
                 return "attention"
-            case Activation():
+            case ops.Activation():
                 return "mlp"
-            case Norm() if operation.target.name in self._entering:
+            case ops.Norm() if operation.target.name in self._entering:
                 return "norms"
             case _:
                 return ""
@@ -137,4 +123,4 @@ class BlockTape:
     @cached_property
     def _entering(self) -> frozenset[str]:
         """Names of the tensors that attention, the MLP and mixtures read."""
-        return frozenset(each.source.name for each in self.operations if isinstance(each, Enter | Mixture))
+        return frozenset(each.source.name for each in self.operations if isinstance(each, ops.Enter | ops.Mixture))

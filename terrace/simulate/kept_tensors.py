@@ -23,31 +23,8 @@ in terrace.simulate.kept_by_mixture.
 import math
 from collections.abc import Generator, Iterator
 
+from terrace.model import operations as ops
 from terrace.model.loss_chunks import chunk_bytes, chunk_rows
-from terrace.model.operations import (
-    INPUT,
-    OUTPUT,
-    Activation,
-    Convolution,
-    Core,
-    Delta,
-    Dim,
-    Enter,
-    Gate,
-    Join,
-    LookUp,
-    Loss,
-    Norm,
-    Operation,
-    PlainProduct,
-    Product,
-    Rotary,
-    Scale,
-    Score,
-    Sum,
-    Tensor,
-    Tokens,
-)
 from terrace.model.product_parts import converted_bytes
 from terrace.plan.plan import scales_rows
 from terrace.simulate.block_tape import BlockTape, Rule
@@ -60,7 +37,7 @@ _SCALE_BYTES = 4  # of codes, in fp32
 _LOSS_BYTES = 4  # a sum in fp32
 
 
-def gathered(tape: BlockTape, source: Tensor) -> Generator[Node, None, str]:
+def gathered(tape: BlockTape, source: ops.Tensor) -> Generator[Node, None, str]:
     """Name of a residual-stream tensor with all tokens.
 
     A block that is recomputed in its backward gathers the tokens once and holds them until it has run.
@@ -73,13 +50,13 @@ def gathered(tape: BlockTape, source: Tensor) -> Generator[Node, None, str]:
     return name
 
 
-def _enter(tape: BlockTape, enter: Enter) -> Iterator[Node]:
+def _enter(tape: BlockTape, enter: ops.Enter) -> Iterator[Node]:
     name = yield from gathered(tape, enter.source)
     # Otherwise a region drops its gathered input after its forward.
     tape.entered[enter.target.name] = name, 0 if tape.work.recompute == "full" else tape.whole_bytes(enter.source)
 
 
-def _norm(tape: BlockTape, norm: Norm) -> Iterator[Node]:
+def _norm(tape: BlockTape, norm: ops.Norm) -> Iterator[Node]:
     source, numel, width = norm.source.name, tape.elements(norm.target), tape.width(norm.over)
     num_rows, wide, backward_adds = numel // width, tape.wide, 0
     is_layer, on_cpu = norm.kind == "layer", tape.backend == "cpu"
@@ -104,18 +81,18 @@ def product_node(tape: BlockTape, source: str, target: str, weight_numel: int, w
     return Node((source,), target, (source,), whole, backward_adds, weighs=True)
 
 
-def _product(tape: BlockTape, product: Product) -> Iterator[Node]:
+def _product(tape: BlockTape, product: ops.Product) -> Iterator[Node]:
     source, target, products = product.source, product.target, tape.work.products
     inputs, outputs = tape.width(source.features), tape.width(target.features)
     read, whole = tape.entered.get(source.name, (source.name, 0))
     # An input that is gathered or computed again for the backward is not kept in 8 bits.
     comes_again = whole > 0 or any(each.replay for each in tape.nodes if each.writes == read)
-    if source.tokens is Tokens.ALL and target.tokens is Tokens.STREAM:
+    if source.tokens is ops.Tokens.ALL and target.tokens is ops.Tokens.STREAM:
         whole = tape.whole_bytes(target)
     node = product_node(tape, read, target.name, inputs * outputs, whole)
     node = node._replace(variables=tuple(tape.entered.get(name, (name, 0))[0] for name in product.holds))
     if products is not None:
-        matrices = tape.units(Dim("experts", product.stack))
+        matrices = tape.units(ops.Dim("experts", product.stack))
         scales = [_SCALE_BYTES * matrices * (each if scales_rows(products) else 1) for each in (inputs, outputs)]
         result = target._replace(tokens=source.tokens)  # before its sum over ranks
         node = node._replace(codes=tape.elements(result) + scales[1])
@@ -125,11 +102,11 @@ def _product(tape: BlockTape, product: Product) -> Iterator[Node]:
     yield node
 
 
-def _plain_product(tape: BlockTape, product: PlainProduct) -> Iterator[Node]:
+def _plain_product(tape: BlockTape, product: ops.PlainProduct) -> Iterator[Node]:
     (inputs, outputs), target = (each.features.numel for each in (product.source, product.target)), product.target.name
-    if target == OUTPUT:
+    if target == ops.OUTPUT:
         # Counted as large as the block's input, whatever the product writes.
-        tape.size(OUTPUT, tape.sizes[INPUT])
+        tape.size(ops.OUTPUT, tape.sizes[ops.INPUT])
         numel = inputs * outputs // tape.work.tensor
     else:
         width = -(-outputs // tape.work.tensor)
@@ -138,25 +115,25 @@ def _plain_product(tape: BlockTape, product: PlainProduct) -> Iterator[Node]:
     yield product_node(tape, product.source.name, target, numel)
 
 
-def _rotary(tape: BlockTape, rotary: Rotary) -> Iterator[Node]:
+def _rotary(tape: BlockTape, rotary: ops.Rotary) -> Iterator[Node]:
     for source, target in zip(rotary.reads, rotary.writes, strict=True):
         whole = tape.bytes_of(target)
         yield Node((source.name,), target.name, forward_adds=whole, backward_adds=whole)
 
 
-def _join(tape: BlockTape, join: Join) -> Iterator[Node]:
+def _join(tape: BlockTape, join: ops.Join) -> Iterator[Node]:
     yield Node(tuple(each.name for each in join.reads), join.target.name)
 
 
-def _scale(tape: BlockTape, scale: Scale) -> Iterator[Node]:
+def _scale(tape: BlockTape, scale: ops.Scale) -> Iterator[Node]:
     yield Node((scale.source.name,), scale.target.name)
 
 
-def _sum(tape: BlockTape, sum_: Sum) -> Iterator[Node]:
+def _sum(tape: BlockTape, sum_: ops.Sum) -> Iterator[Node]:
     yield Node(tuple(each.name for each in sum_.reads), sum_.target.name, is_sum=True)
 
 
-def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
+def _activation(tape: BlockTape, activation: ops.Activation) -> Iterator[Node]:
     source, *up = (each.name for each in activation.reads)
     target, is_relu = activation.target.name, activation.function == "relu"
     if activation.keeps_operands:
@@ -165,7 +142,7 @@ def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
         yield Node((source, *up), target, (source, *up), forward_adds=whole, backward_adds=2 * whole + mask)
         return
     active = tape.size(f"activated {source}", tape.sizes[target]) if up else target
-    if up and "gated activations" in tape.work.served and activation.target.tokens is not Tokens.ROWS:
+    if up and "gated activations" in tape.work.served and activation.target.tokens is not ops.Tokens.ROWS:
         # One kernel, which serves no experts. Its gradients are written over gate and up; they count as new here, so a
         # peak is never too low.
         active = source
@@ -176,7 +153,7 @@ def _activation(tape: BlockTape, activation: Activation) -> Iterator[Node]:
         yield Node((active, *up), target, (active, *up))
 
 
-def _core(tape: BlockTape, core: Core) -> Iterator[Node]:
+def _core(tape: BlockTape, core: ops.Core) -> Iterator[Node]:
     work, mixed = tape.work, core.target.name
     reads = operands = tuple(each.name for each in core.reads)
     if work.is_spread:
@@ -206,7 +183,7 @@ def _core(tape: BlockTape, core: Core) -> Iterator[Node]:
         yield Node((written,), mixed)
 
 
-def _plain_core(tape: BlockTape, core: Core, reads: tuple[str, ...], written: str, in_pieces: bool) -> Node:
+def _plain_core(tape: BlockTape, core: ops.Core, reads: tuple[str, ...], written: str, in_pieces: bool) -> Node:
     """Attention by plain products, in fp32 at least, with scaled queries and keys.
 
     Capped scores are kept twice where no kernel caps them: before and after the softmax.
@@ -230,7 +207,7 @@ def _plain_core(tape: BlockTape, core: Core, reads: tuple[str, ...], written: st
     return Node(reads, written, keeps, scores if own_form else 2 * scores, 2 * scores)
 
 
-def _spread_core(tape: BlockTape, core: Core) -> Node:
+def _spread_core(tape: BlockTape, core: ops.Core) -> Node:
     """Attention over context ranks (terrace.runtime.context), which keeps its operands and output.
 
     Under Ulysses these are separate tensors, built from the all-to-all messages. A ring holds the keys of two
@@ -270,16 +247,16 @@ def _spread_core(tape: BlockTape, core: Core) -> Node:
     return Node(reads, output, (*kept, "log-sums"), forward_adds, backward_adds)
 
 
-def _look_up(tape: BlockTape, look_up: LookUp) -> Iterator[Node]:
+def _look_up(tape: BlockTape, look_up: ops.LookUp) -> Iterator[Node]:
     """Embedding lookup plus learned positions; token ids are counted with the batch."""
     work, hidden, output = tape.work, look_up.target.features, look_up.target.name
     # The vocabulary is cut over all tensor ranks, and each sums rows of the full hidden size.
     whole = work.tokens * hidden.numel * tape.item if work.stream_cut > 1 else 0
-    matrix = _rows_added(tape, tape.units(Dim("vocab", look_up.vocabulary)), hidden.numel)
+    matrix = _rows_added(tape, tape.units(ops.Dim("vocab", look_up.vocabulary)), hidden.numel)
     is_scaled = look_up.factor != 1.0
     rows = tape.size("rows", tape.sizes[output]) if is_scaled or look_up.positions else output
     # Token ids have no gradient; a layer that looks up further tokens has an input beside them.
-    yield Node((tape.size(INPUT if look_up.owns else "tokens ahead", 0),), rows, (), whole, matrix + whole)
+    yield Node((tape.size(ops.INPUT if look_up.owns else "tokens ahead", 0),), rows, (), whole, matrix + whole)
     if is_scaled:
         yield Node((rows,), output)
     elif look_up.positions:
@@ -300,10 +277,10 @@ def _rows_added(tape: BlockTape, words: int, hidden: int) -> int:
     return tokens * (row + _TOKEN_BYTES) + min(tokens, words) * row if tape.item < tape.wide else 0
 
 
-def _loss(tape: BlockTape, loss: Loss) -> Iterator[Node]:
+def _loss(tape: BlockTape, loss: ops.Loss) -> Iterator[Node]:
     """Logits and the cross-entropy, which computes in fp32 at least."""
     work, source, output = tape.work, loss.source, tape.size(loss.target.name, _LOSS_BYTES)
-    vocab, hidden = tape.units(Dim("vocab", loss.vocabulary)), source.features.units
+    vocab, hidden = tape.units(ops.Dim("vocab", loss.vocabulary)), source.features.units
     tokens = work.tokens * loss.depths
     # Without tensor parallelism the whole block runs in its backward, where a kernel may overwrite the logits.
     tape.runs_at_once = work.tensor == 1
@@ -332,13 +309,13 @@ def _loss(tape: BlockTape, loss: Loss) -> Iterator[Node]:
     yield Node((read,), output, keeps, adds - tape.logits_bytes, adds - tape.logits_bytes)
 
 
-def _score(tape: BlockTape, score: Score) -> Iterator[Node]:
+def _score(tape: BlockTape, score: ops.Score) -> Iterator[Node]:
     read = yield from _with_all_features(tape, score.source)
     output = tape.size(score.target.name, tape.elements(score.target) * tape.wide)
     yield product_node(tape, read, output, score.source.features.numel)
 
 
-def _with_all_features(tape: BlockTape, source: Tensor) -> Generator[Node, None, str]:
+def _with_all_features(tape: BlockTape, source: ops.Tensor) -> Generator[Node, None, str]:
     """Name of the head's input, gathered where tensor ranks share its tokens or features."""
     if tape.work.stream_cut == 1:
         return source.name
@@ -347,21 +324,21 @@ def _with_all_features(tape: BlockTape, source: Tensor) -> Generator[Node, None,
     return whole
 
 
-RULES: dict[type[Operation], Rule] = {
-    Enter: _enter,
-    Norm: _norm,
-    Product: _product,
-    PlainProduct: _plain_product,
-    Rotary: _rotary,
-    Join: _join,
-    Scale: _scale,
-    Sum: _sum,
-    Convolution: convolution_nodes,
-    Delta: delta_nodes,
-    Gate: gate_nodes,
-    Activation: _activation,
-    Core: _core,
-    LookUp: _look_up,
-    Loss: _loss,
-    Score: _score,
+RULES: dict[type[ops.Operation], Rule] = {
+    ops.Enter: _enter,
+    ops.Norm: _norm,
+    ops.Product: _product,
+    ops.PlainProduct: _plain_product,
+    ops.Rotary: _rotary,
+    ops.Join: _join,
+    ops.Scale: _scale,
+    ops.Sum: _sum,
+    ops.Convolution: convolution_nodes,
+    ops.Delta: delta_nodes,
+    ops.Gate: gate_nodes,
+    ops.Activation: _activation,
+    ops.Core: _core,
+    ops.LookUp: _look_up,
+    ops.Loss: _loss,
+    ops.Score: _score,
 }

@@ -18,28 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from terrace.cluster.cluster import Device
 from terrace.cluster.software import OWN
+from terrace.model import operations as ops
 from terrace.model.loss_chunks import chunk_rows
-from terrace.model.operations import (
-    Activation,
-    Convolution,
-    Core,
-    Delta,
-    Enter,
-    Gate,
-    Join,
-    LookUp,
-    Loss,
-    Mixture,
-    Norm,
-    Operation,
-    Operations,
-    PlainProduct,
-    Product,
-    Rotary,
-    Scale,
-    Score,
-    Sum,
-)
 from terrace.plan.recompute import operations_named
 from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
@@ -135,7 +115,9 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
         recompute_s = operation_seconds(device, work, work.operations) if work.operations else 0.0
     else:
         # Look-ups are not computed again, and a loss runs in the backward alone.
-        at_end = not layer.core.heads and any(isinstance(operation, LookUp | Loss | Score) for operation in layer)
+        at_end = not layer.core.heads and any(
+            isinstance(operation, ops.LookUp | ops.Loss | ops.Score) for operation in layer
+        )
         recompute_s = 0.0 if at_end else forward_s - saved
     return BlockSeconds(forward_s=forward_s, input_s=input_s, weight_s=weight_s, recompute_s=recompute_s, saved_s=saved)
 
@@ -154,7 +136,7 @@ def _sum(one: Seconds, other: Seconds) -> Seconds:
 def shared_seconds(device: Device, work: Work, accumulate: bool) -> Seconds:
     """Seconds of a mixture's shared expert (an MLP over all tokens) and its gate."""
     mixture = work.layer.mixture
-    own = _folded(device, replace(work, layer=Operations(mixture.shared)), accumulate)
+    own = _folded(device, replace(work, layer=ops.Operations(mixture.shared)), accumulate)
     return _sum(own, gate_seconds(device, work, mixture, accumulate))
 
 
@@ -194,7 +176,7 @@ def matrices_of(work: Work) -> list[Matrices]:
     gathered = work.sequence_parallel and work.rows > 1 and work.recompute != "full"
     again = {operation.target.name for name in work.operations for operation in operations_named(work.layer, name)}
     for operation in work.layer.passed:
-        if isinstance(operation, Enter) and (gathered or operation.source.name in again):
+        if isinstance(operation, ops.Enter) and (gathered or operation.source.name in again):
             again.add(operation.target.name)
     return [
         Matrices(
@@ -287,24 +269,24 @@ def operation_seconds(device: Device, work: Work, operations: tuple[str, ...]) -
     found = 0.0
     for name in operations:
         named = operations_named(work.layer, name)
-        is_core = any(isinstance(operation, Core) for operation in named)
+        is_core = any(isinstance(operation, ops.Core) for operation in named)
         found += _core(device, work, None, False)[0] if is_core else recompute_s(device, work, named)
         found += core_more_s(device, work)[0] if is_core else 0.0
     return found
 
 
-def _core(device: Device, work: Work, core: Core | None, accumulate: bool) -> Seconds:
+def _core(device: Device, work: Work, core: ops.Core | None, accumulate: bool) -> Seconds:
     first, later = core_rounds(device, work)
     return first[0] + (work.ring - 1) * later[0], first[1] + (work.ring - 1) * later[1], 0.0
 
 
-def _plain_product(device: Device, work: Work, product: PlainProduct, accumulate: bool) -> Seconds:
+def _plain_product(device: Device, work: Work, product: ops.PlainProduct, accumulate: bool) -> Seconds:
     shape = work.tokens, product.source.features.numel, math.ceil(product.target.features.numel / work.tensor)
     found = _gemms_seconds(device, (shape,), work.compute)
     return _sum(found, (0.0, 0.0, _accumulation_s(device, work, shape[1] * shape[2], 1, accumulate)))
 
 
-def _look_up(device: Device, work: Work, look_up: LookUp, accumulate: bool) -> Seconds:
+def _look_up(device: Device, work: Work, look_up: ops.LookUp, accumulate: bool) -> Seconds:
     hidden, item = look_up.target.features.numel, FORMATS[work.compute].element_bytes
     row = item * hidden
     rows = work.tokens * (2 + (2 if look_up.positions or look_up.factor != 1.0 else 0)) * row
@@ -314,7 +296,7 @@ def _look_up(device: Device, work: Work, look_up: LookUp, accumulate: bool) -> S
     return memory_s(device, rows, 1), 0.0, weight_s + _accumulation_s(device, work, weights, 1, accumulate)
 
 
-def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
+def _loss(device: Device, work: Work, loss: ops.Loss, accumulate: bool) -> Seconds:
     item, tokens = FORMATS[work.compute].element_bytes, loss.depths * work.tokens
     # The hidden size is whole: tensor columns cut the vocabulary, too.
     words, hidden = math.ceil(loss.vocabulary / work.tensor), loss.source.features.units
@@ -337,7 +319,7 @@ def _loss(device: Device, work: Work, loss: Loss, accumulate: bool) -> Seconds:
     return _sum(products, (passes_s + beside_s, passes_back_s + recomputed_products_s, more_s))
 
 
-def _score(device: Device, work: Work, score: Score, accumulate: bool) -> Seconds:
+def _score(device: Device, work: Work, score: ops.Score, accumulate: bool) -> Seconds:
     # A product with one output is bound by reading the residual stream.
     hidden = score.source.features.numel
     stream = FORMATS[work.compute].element_bytes * work.tokens * hidden
@@ -345,20 +327,34 @@ def _score(device: Device, work: Work, score: Score, accumulate: bool) -> Second
     return memory_s(device, stream, 2), memory_s(device, stream, 2), memory_s(device, stream, 1) + more_s
 
 
-def _elsewhere(device: Device, work: Work, operation: Operation, accumulate: bool) -> Seconds:
+def _elsewhere(device: Device, work: Work, operation: ops.Operation, accumulate: bool) -> Seconds:
     return 0.0, 0.0, 0.0
 
 
 # Costs by type, besides products (priced in groups) and passes over memory.
-_RULES: Mapping[type[Operation], Callable[[Device, Work, Any, bool], Seconds]] = {
-    **dict.fromkeys((Enter, Product, Norm, Rotary, Join, Scale, Convolution, Gate, Activation, Sum), _elsewhere),
-    Core: _core,
-    Delta: delta_seconds,
-    Mixture: mixture_seconds,
-    PlainProduct: _plain_product,
-    LookUp: _look_up,
-    Loss: _loss,
-    Score: _score,
+_RULES: Mapping[type[ops.Operation], Callable[[Device, Work, Any, bool], Seconds]] = {
+    **dict.fromkeys(
+        (
+            ops.Enter,
+            ops.Product,
+            ops.Norm,
+            ops.Rotary,
+            ops.Join,
+            ops.Scale,
+            ops.Convolution,
+            ops.Gate,
+            ops.Activation,
+            ops.Sum,
+        ),
+        _elsewhere,
+    ),
+    ops.Core: _core,
+    ops.Delta: delta_seconds,
+    ops.Mixture: mixture_seconds,
+    ops.PlainProduct: _plain_product,
+    ops.LookUp: _look_up,
+    ops.Loss: _loss,
+    ops.Score: _score,
 }
 
 

@@ -25,29 +25,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from terrace.cluster.cluster import Device
-from terrace.model.operations import (
-    Activation,
-    Convolution,
-    Core,
-    Delta,
-    Enter,
-    Gate,
-    Join,
-    LookUp,
-    Loss,
-    Mixture,
-    Norm,
-    Operation,
-    Operations,
-    PlainProduct,
-    Product,
-    Rotary,
-    Scale,
-    Score,
-    Sum,
-    Tensor,
-    Tokens,
-)
+from terrace.model import operations as ops
 from terrace.plan.wire import FORMATS
 from terrace.simulate.kernels import memory_s
 from terrace.simulate.work import Work
@@ -56,7 +34,7 @@ from terrace.simulate.work import Work
 class Passes(NamedTuple):
     """Reads and writes of each tensor by a forward and a backward, and the kernels of each."""
 
-    over: tuple[tuple[Tensor, int, int], ...] = ()
+    over: tuple[tuple[ops.Tensor, int, int], ...] = ()
     kernels: tuple[int, int] = (0, 0)
 
     def bytes_of(self, work: Work) -> tuple[float, float]:
@@ -71,55 +49,58 @@ class Passes(NamedTuple):
 _NONE = Passes()
 
 
-def _norm(norm: Norm) -> Passes:
+def _norm(norm: ops.Norm) -> Passes:
     return Passes(((norm.source, 2, 5),), (1, 1))
 
 
-def _sum(operation: Sum) -> Passes:
+def _sum(operation: ops.Sum) -> Passes:
     # One more kernel backward, for a layer norm's gradients of weight and bias: a layer has as many norms as sums.
     return Passes(((operation.target, 3, 3),), (1, 2))
 
 
-def _activation(activation: Activation) -> Passes:
+def _activation(activation: ops.Activation) -> Passes:
     operands = len(activation.reads)
     return Passes(((activation.target, operands + 1, 2 * operands + 1),), (1, 1))
 
 
-def _convolution(convolution: Convolution) -> Passes:
+def _convolution(convolution: ops.Convolution) -> Passes:
     return Passes(((convolution.target, 2, 5),), (1, 1))
 
 
-def _gate(gate: Gate) -> Passes:
+def _gate(gate: ops.Gate) -> Passes:
     return Passes(((gate.target, 3, 5),), (1, 1))
 
 
-def _rotary(rotary: Rotary) -> Passes:
+def _rotary(rotary: ops.Rotary) -> Passes:
     return Passes(tuple((operand, 2, 2) for operand in rotary.reads), (1, 1))
 
 
-def _join(join: Join) -> Passes:
+def _join(join: ops.Join) -> Passes:
     return Passes(((join.target, 2, 2),), (1, 1))
 
 
-def _scale(scale: Scale) -> Passes:
-    return _NONE if scale.source.tokens is Tokens.STREAM else Passes(((scale.source, 2, 2),), (1, 1))
+def _scale(scale: ops.Scale) -> Passes:
+    return _NONE if scale.source.tokens is ops.Tokens.STREAM else Passes(((scale.source, 2, 2),), (1, 1))
 
 
-def _nothing(operation: Operation) -> Passes:
+def _nothing(operation: ops.Operation) -> Passes:
     return _NONE
 
 
 # For products see `_bias_gradients`, for cores `_layout`; the rest is priced in terrace.simulate.layers.
-_PASSES: Mapping[type[Operation], Callable[[Any], Passes]] = {
-    **dict.fromkeys((Enter, Product, Core, Delta, Mixture, LookUp, Loss, Score, PlainProduct), _nothing),
-    Norm: _norm,
-    Sum: _sum,
-    Convolution: _convolution,
-    Gate: _gate,
-    Activation: _activation,
-    Rotary: _rotary,
-    Join: _join,
-    Scale: _scale,
+_PASSES: Mapping[type[ops.Operation], Callable[[Any], Passes]] = {
+    **dict.fromkeys(
+        (ops.Enter, ops.Product, ops.Core, ops.Delta, ops.Mixture, ops.LookUp, ops.Loss, ops.Score, ops.PlainProduct),
+        _nothing,
+    ),
+    ops.Norm: _norm,
+    ops.Sum: _sum,
+    ops.Convolution: _convolution,
+    ops.Gate: _gate,
+    ops.Activation: _activation,
+    ops.Rotary: _rotary,
+    ops.Join: _join,
+    ops.Scale: _scale,
 }
 
 
@@ -130,7 +111,7 @@ def pass_seconds(device: Device, work: Work) -> tuple[float, float]:
     return memory_s(device, num_bytes[0], passes.kernels[0]), memory_s(device, num_bytes[1], passes.kernels[1])
 
 
-def recompute_s(device: Device, work: Work, operations: Sequence[Operation]) -> float:
+def recompute_s(device: Device, work: Work, operations: Sequence[ops.Operation]) -> float:
     """Seconds of the passes over memory of `operations` when recomputed."""
     found = [_PASSES[type(operation)](operation) for operation in operations]
     num_bytes = sum(passes.bytes_of(work)[0] for passes in found)
@@ -138,14 +119,14 @@ def recompute_s(device: Device, work: Work, operations: Sequence[Operation]) -> 
 
 
 @lru_cache(maxsize=1024)
-def _passes_of(layer: Operations, flash: bool) -> Passes:
+def _passes_of(layer: ops.Operations, flash: bool) -> Passes:
     """All passes of a layer, summed per tensor size."""
     found = [_PASSES[type(operation)](operation) for operation in layer.passed]
     found += [_bias_gradients(group, layer) for group in joined(layer)]
-    found += [] if flash else [_layout(core) for core in layer.of(Core)]
-    found += [_sinks(core) for core in layer.of(Core) if core.sinks]
+    found += [] if flash else [_layout(core) for core in layer.of(ops.Core)]
+    found += [_sinks(core) for core in layer.of(ops.Core) if core.sinks]
     found += _counted_twice(layer)
-    reads, reads_back = Counter[Tensor](), Counter[Tensor]()
+    reads, reads_back = Counter[ops.Tensor](), Counter[ops.Tensor]()
     for passes in found:
         for tensor, forward, backward in passes.over:
             # Tensors of equal size are merged.
@@ -156,34 +137,34 @@ def _passes_of(layer: Operations, flash: bool) -> Passes:
     return Passes(tuple((tensor, reads[tensor], reads_back[tensor]) for tensor in reads), kernels)
 
 
-def _layout(core: Core) -> Passes:
+def _layout(core: ops.Core) -> Passes:
     return Passes(tuple((operand, 2, 2) for operand in core.reads), (1, 1))
 
 
-def _sinks(core: Core) -> Passes:
+def _sinks(core: ops.Core) -> Passes:
     return Passes(((core.target, 2, 2),), (1, 1))
 
 
-def _bias_gradients(group: Sequence[Product], layer: Operations) -> Passes:
+def _bias_gradients(group: Sequence[ops.Product], layer: ops.Operations) -> Passes:
     """One kernel for the bias gradients of a group; gate and up of a gated MLP count once."""
     gates = {
         activation.source.name
         for activation in layer.passed
-        if isinstance(activation, Activation) and activation.is_gated
+        if isinstance(activation, ops.Activation) and activation.is_gated
     }
     biased = [product.target for product in group if product.has_bias and product.target.name not in gates]
     return Passes(tuple((target, 0, 1) for target in biased), (0, 1)) if biased else _NONE
 
 
-def _counted_twice(layer: Operations) -> list[Passes]:
+def _counted_twice(layer: ops.Operations) -> list[Passes]:
     """Norms of queries and keys count twice where a layer also normalises the results of attention and MLP."""
-    of_heads = [norm for norm in layer.of(Norm) if norm.source.tokens is not Tokens.STREAM]
-    normalises_results = len(layer.of(Norm)) - len(of_heads) > 2
+    of_heads = [norm for norm in layer.of(ops.Norm) if norm.source.tokens is not ops.Tokens.STREAM]
+    normalises_results = len(layer.of(ops.Norm)) - len(of_heads) > 2
     return [_norm(norm)._replace(kernels=(0, 0)) for norm in of_heads] if normalises_results else []
 
 
 @lru_cache(maxsize=1024)
-def joined(layer: Operations) -> tuple[tuple[Product, ...], ...]:
+def joined(layer: ops.Operations) -> tuple[tuple[ops.Product, ...], ...]:
     """The groups of products in a layer that run as one product on the same operand."""
-    products = (operation for operation in layer.passed if isinstance(operation, Product))
+    products = (operation for operation in layer.passed if isinstance(operation, ops.Product))
     return tuple(tuple(group) for _, group in groupby(products, key=lambda each: each.group or each.name))

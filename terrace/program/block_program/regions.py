@@ -24,26 +24,7 @@ A recomputed block does not gather its input again.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from terrace.model.operations import (
-    Activation,
-    Convolution,
-    Core,
-    Delta,
-    Dim,
-    Enter,
-    Gate,
-    Join,
-    LookUp,
-    Loss,
-    Norm,
-    Operation,
-    Product,
-    Rotary,
-    Scale,
-    Score,
-    Sum,
-    Tokens,
-)
+from terrace.model import operations as ops
 from terrace.model.params import ParamSpec
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import CUT_BY, hidden_size, is_table, rank_numel
@@ -109,11 +90,11 @@ class _Writer:
         self.parts = [self.cut // tensor.padded_tokens * tokens for tokens in tensor.token_chunks] if in_parts else []
         self.awaited: list[BlockStep] = []  # in a backward: steps to run before the region's input is read again
 
-    def forward(self, operations: Iterable[Operation]) -> Iterator[BlockStep]:
+    def forward(self, operations: Iterable[ops.Operation]) -> Iterator[BlockStep]:
         for operation in operations:
             yield from _RULES[type(operation)][0](self, operation)
 
-    def backward(self, operations: Sequence[Operation]) -> Iterator[BlockStep]:
+    def backward(self, operations: Sequence[ops.Operation]) -> Iterator[BlockStep]:
         for operation in reversed(operations):
             yield from _RULES[type(operation)][1](self, operation)
 
@@ -122,55 +103,55 @@ class _Writer:
         if not self.splits:
             yield from self._wait(self.rows, self.tensor.padded_tokens * self.hidden, Leg.GATHER)
 
-    def look_up(self, _: LookUp) -> Iterator[BlockStep]:
+    def look_up(self, _: ops.LookUp) -> Iterator[BlockStep]:
         """Sum the looked-up embeddings over columns, then over rows."""
         return self._summed(None)
 
-    def look_up_backward(self, operation: LookUp) -> Iterator[BlockStep]:
+    def look_up_backward(self, operation: ops.LookUp) -> Iterator[BlockStep]:
         """A trained table needs the stream's whole gradient; a frozen one sends nothing."""
         params = self.block.params if operation.owns else self.tables
         trains = any(param.trainable for param in params if is_table(param))
         return self._gathered() if trains else iter(())
 
-    def loss(self, loss: Loss) -> Iterator[BlockStep]:
+    def loss(self, loss: ops.Loss) -> Iterator[BlockStep]:
         """Gather the whole stream, then exchange a few numbers per token for the losses."""
         yield from self._gathered(loss.depths)
         if loss.numbers:
             yield from self._wait(self.both, loss.numbers * self.tensor.tokens, Leg.NUMBERS)
 
-    def score(self, _: Score) -> Iterator[BlockStep]:
+    def score(self, _: ops.Score) -> Iterator[BlockStep]:
         """Gather the whole stream; every rank then has all values."""
         return self._gathered()
 
-    def head_backward(self, operation: Operation) -> Iterator[BlockStep]:
-        return self._summed(_WEIGHTS, operation.depths if isinstance(operation, Loss) else 1)
+    def head_backward(self, operation: ops.Operation) -> Iterator[BlockStep]:
+        return self._summed(_WEIGHTS, operation.depths if isinstance(operation, ops.Loss) else 1)
 
-    def norm(self, operation: Norm) -> Iterator[BlockStep]:
+    def norm(self, operation: ops.Norm) -> Iterator[BlockStep]:
         """Exchange one number per token over the axis that cuts the features (a layer norm: two)."""
         tensor = self.tensor
-        is_apart = operation.source.tokens is Tokens.STREAM and self.splits  # a rank normalises its own tokens
+        is_apart = operation.source.tokens is ops.Tokens.STREAM and self.splits  # a rank normalises its own tokens
         tokens = tensor.padded_tokens // tensor.rows.degree if is_apart else tensor.tokens
         for axes in (self.rows, self.columns):
             if CUT_BY.get(operation.over.counts) == axes:
                 for _ in range(2 if operation.kind == "layer" else 1):
                     yield from self._wait(axes, tokens, Leg.NUMBERS)
 
-    def enter(self, _: Enter) -> Iterator[BlockStep]:
+    def enter(self, _: ops.Enter) -> Iterator[BlockStep]:
         """Gather all tokens for the matmuls that read them."""
         return self._gather(_OUTPUTS) if self.splits else iter(())
 
-    def enter_backward(self, _: Enter) -> Iterator[BlockStep]:
+    def enter_backward(self, _: ops.Enter) -> Iterator[BlockStep]:
         yield from self._await_input()
         yield from self._wait(self.rows, self.cut, *((Leg.REDUCE,) if self.splits else _ALL_REDUCE), behind=_WEIGHTS)
 
-    def product(self, operation: Product) -> Iterator[BlockStep]:
+    def product(self, operation: ops.Product) -> Iterator[BlockStep]:
         """Sum the result over the axes that cut the input features."""
         if operation.leaves:
             yield from self._leave() if self.splits else self._wait(self.rows, self.cut, *_ALL_REDUCE)
-        elif operation.source.tokens is Tokens.ALL and CUT_BY.get(operation.inputs.counts) == self.columns:
+        elif operation.source.tokens is ops.Tokens.ALL and CUT_BY.get(operation.inputs.counts) == self.columns:
             yield from self._wait(self.columns, self._inner(operation.outputs), *_ALL_REDUCE)
 
-    def product_backward(self, operation: Product) -> Iterator[BlockStep]:
+    def product_backward(self, operation: ops.Product) -> Iterator[BlockStep]:
         if operation.leaves:
             # The second gather is issued before the input gradients and awaited before the weight gradients that read
             # it.
@@ -185,14 +166,14 @@ class _Writer:
             # now.
             yield from self._await_input()
 
-    def core(self, _: Core | Delta) -> Iterator[BlockStep]:
+    def core(self, _: ops.Core | ops.Delta) -> Iterator[BlockStep]:
         """The steps of the context axis."""
         yield from self.attention[0]
 
-    def core_backward(self, _: Core | Delta) -> Iterator[BlockStep]:
+    def core_backward(self, _: ops.Core | ops.Delta) -> Iterator[BlockStep]:
         yield from self.attention[1]
 
-    def nothing(self, _: Operation) -> Iterator[BlockStep]:
+    def nothing(self, _: ops.Operation) -> Iterator[BlockStep]:
         """No messages: each rank computes its part locally."""
         return iter(())
 
@@ -214,7 +195,7 @@ class _Writer:
         yield from self.awaited
         self.awaited = []
 
-    def _inner(self, dim: Dim) -> int:
+    def _inner(self, dim: ops.Dim) -> int:
         """Elements of a tensor inside a region on a rank, padded to a multiple of the columns."""
         return self.tensor.columns.padded(self.tensor.tokens * rank_numel(dim, self.tensor.degrees))
 
@@ -269,13 +250,16 @@ class _Writer:
 
 _Rule = Callable[[_Writer, Any], Iterator[BlockStep]]
 # (Forward rule, backward rule); `tensor_steps` handles mixtures.
-_RULES: Mapping[type[Operation], tuple[_Rule, _Rule]] = {
-    LookUp: (_Writer.look_up, _Writer.look_up_backward),
-    Norm: (_Writer.norm, _Writer.norm),
-    Enter: (_Writer.enter, _Writer.enter_backward),
-    Product: (_Writer.product, _Writer.product_backward),
-    **dict.fromkeys((Core, Delta), (_Writer.core, _Writer.core_backward)),
-    Loss: (_Writer.loss, _Writer.head_backward),
-    Score: (_Writer.score, _Writer.head_backward),
-    **dict.fromkeys((Rotary, Join, Scale, Convolution, Gate, Activation, Sum), (_Writer.nothing, _Writer.nothing)),
+_RULES: Mapping[type[ops.Operation], tuple[_Rule, _Rule]] = {
+    ops.LookUp: (_Writer.look_up, _Writer.look_up_backward),
+    ops.Norm: (_Writer.norm, _Writer.norm),
+    ops.Enter: (_Writer.enter, _Writer.enter_backward),
+    ops.Product: (_Writer.product, _Writer.product_backward),
+    **dict.fromkeys((ops.Core, ops.Delta), (_Writer.core, _Writer.core_backward)),
+    ops.Loss: (_Writer.loss, _Writer.head_backward),
+    ops.Score: (_Writer.score, _Writer.head_backward),
+    **dict.fromkeys(
+        (ops.Rotary, ops.Join, ops.Scale, ops.Convolution, ops.Gate, ops.Activation, ops.Sum),
+        (_Writer.nothing, _Writer.nothing),
+    ),
 }

@@ -25,31 +25,11 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.ledger import Meter
 from terrace.comm.symmetric import Operators
 from terrace.model import decoder
+from terrace.model import operations as ops
 from terrace.model.hf.blocks import EmbeddingBlock, HeadBlock, LayerBlock
 from terrace.model.layers import RMSNorm
 from terrace.model.lora.config import adapter_names
 from terrace.model.lora.modules import LoraLinear
-from terrace.model.operations import (
-    Activation,
-    Convolution,
-    Core,
-    Delta,
-    Dim,
-    Enter,
-    Gate,
-    Join,
-    LookUp,
-    Loss,
-    Mixture,
-    Norm,
-    Operation,
-    Product,
-    Rotary,
-    Scale,
-    Score,
-    Sum,
-    Tokens,
-)
 from terrace.model.operations import Tensor as Operand
 from terrace.plan.dims import CUT_BY
 from terrace.plan.slices import rank_slices, used_part
@@ -166,11 +146,11 @@ class _Cutter:
             )
         return self._block
 
-    def _replace_all(self, each: Iterable[Operation]) -> None:
+    def _replace_all(self, each: Iterable[ops.Operation]) -> None:
         for operation in each:
             _RULES[type(operation)](self, operation)
 
-    def look_up(self, operation: LookUp) -> None:
+    def look_up(self, operation: ops.LookUp) -> None:
         if isinstance(self._block, EmbeddingBlock) and getattr(self._block.lookup, "padding_idx", None) is not None:
             raise ModelError("an embedding under a tensor axis has no padding token: set padding_idx to None")
         # The table of further tokens belongs to the first block.
@@ -182,7 +162,7 @@ class _Cutter:
             modules.VocabParallelEmbedding(self._table, positions, self.part, self._axis, operation.factor),
         )
 
-    def loss(self, operation: Loss) -> None:
+    def loss(self, operation: ops.Loss) -> None:
         block: Any = self._block
         # A tied output matrix belongs to the embedding's block.
         weight = self._take_table(operation.weight) if operation.owns else self._table
@@ -193,12 +173,12 @@ class _Cutter:
         self.cap = self.head.cap = operation.cap
         self.head.part = self.part
 
-    def score(self, operation: Score) -> None:
+    def score(self, operation: ops.Score) -> None:
         block: Any = self._block
         block.score.weight = self._take(f"{operation.weight}.weight")
         self._block = modules.ValueParallelHead(block.score, block.norm, self._axis)
 
-    def norm(self, operation: Norm) -> None:
+    def norm(self, operation: ops.Norm) -> None:
         """The epsilon of a `transformers` norm has several names; the block's declaration knows it."""
         name, axis = operation.weight, self._axis
         module: Any = self._block.get_submodule(name)
@@ -216,7 +196,7 @@ class _Cutter:
             stand_in.normal = module.normal
         self._put(f"{name}.weight", stand_in)
 
-    def product(self, operation: Product) -> None:
+    def product(self, operation: ops.Product) -> None:
         name, axis = f"{operation.weight}.weight", self._axis
         module: Any = self._block.get_submodule(operation.weight)
         weight, adapter = self._take(name), None
@@ -236,7 +216,7 @@ class _Cutter:
             self._put(name, modules.ColumnLinear(weight, bias, self._used(operation.outputs), axis, adapter))
             self._entering.append(operation.weight)
 
-    def mixture(self, operation: Mixture) -> None:
+    def mixture(self, operation: ops.Mixture) -> None:
         """Replace a mixture's parameters by this rank's part, and make it route this rank's part of the tokens."""
         mixture: Any = self._block.get_submodule(operation.weight)
         for owner in ("router", "gate", "up", "down"):
@@ -246,11 +226,11 @@ class _Cutter:
         mixture.routed = routed_in_parts(mixture.routed, self._axis)
         self._replace_all((*operation.shared, *operation.shared_gate))
 
-    def enter(self, operation: Enter) -> None:
+    def enter(self, operation: ops.Enter) -> None:
         """Record the operand that is gathered on entry; other products use this rank's shard."""
         self._gathered = operation.target
 
-    def core(self, operation: Core) -> None:
+    def core(self, operation: ops.Core) -> None:
         """Keep the module, with the sinks of this rank's heads. Raises `ModelError` for sinks under columns."""
         if not operation.sinks:
             return
@@ -261,12 +241,12 @@ class _Cutter:
             )
         self._put_own(operation.sinks)
 
-    def convolution(self, operation: Convolution) -> None:
+    def convolution(self, operation: ops.Convolution) -> None:
         """Keep the module, with the features that this rank holds, and those that it works on."""
         module: Any = self._block.get_submodule(operation.weight)
         module.weight, module.used = self._take(f"{operation.weight}.weight"), self._used(operation.source.features)
 
-    def delta(self, operation: Delta) -> None:
+    def delta(self, operation: ops.Delta) -> None:
         """Keep the module, with the decays of this rank's heads. Raises `ModelError` under columns."""
         if self._axis.columns.degree > 1:
             raise ModelError(
@@ -280,7 +260,7 @@ class _Cutter:
         path, _, own = name.rpartition(".")
         setattr(self._block.get_submodule(path), own, self._take(name))
 
-    def nothing(self, operation: Operation) -> None:
+    def nothing(self, operation: ops.Operation) -> None:
         """Keep the module: it has no parameters, and runs on a part of its operands as on the whole."""
 
     def _enter(self, region: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -289,12 +269,12 @@ class _Cutter:
             return (self._axis.enter(inputs[0], region), *inputs[1:]), options
         return inputs, options | {"hidden_states": self._axis.enter(options["hidden_states"], region)}
 
-    def _num_same(self, operation: Operation) -> int:
+    def _num_same(self, operation: ops.Operation) -> int:
         # Inside a region columns have the same heads, and rows others.
-        in_stream = operation.source.tokens is Tokens.STREAM
+        in_stream = operation.source.tokens is ops.Tokens.STREAM
         return self._axis.num_same if in_stream else self._axis.columns.degree
 
-    def _used(self, dim: Dim) -> slice | None:
+    def _used(self, dim: ops.Dim) -> slice | None:
         mesh = self._program.mesh
         return used_part(dim, mesh.total("rows"), mesh.part(self._rank, "rows"))
 
@@ -317,16 +297,16 @@ class _Cutter:
         return nn.Parameter(torch.empty(spec.shape, device="meta"), requires_grad=spec.trainable)
 
 
-_RULES: Mapping[type[Operation], Callable[[_Cutter, Any], None]] = {
-    LookUp: _Cutter.look_up,
-    Enter: _Cutter.enter,
-    Norm: _Cutter.norm,
-    Product: _Cutter.product,
-    Mixture: _Cutter.mixture,
-    Loss: _Cutter.loss,
-    Score: _Cutter.score,
-    Core: _Cutter.core,
-    Convolution: _Cutter.convolution,
-    Delta: _Cutter.delta,
-    **dict.fromkeys((Rotary, Join, Scale, Gate, Activation, Sum), _Cutter.nothing),
+_RULES: Mapping[type[ops.Operation], Callable[[_Cutter, Any], None]] = {
+    ops.LookUp: _Cutter.look_up,
+    ops.Enter: _Cutter.enter,
+    ops.Norm: _Cutter.norm,
+    ops.Product: _Cutter.product,
+    ops.Mixture: _Cutter.mixture,
+    ops.Loss: _Cutter.loss,
+    ops.Score: _Cutter.score,
+    ops.Core: _Cutter.core,
+    ops.Convolution: _Cutter.convolution,
+    ops.Delta: _Cutter.delta,
+    **dict.fromkeys((ops.Rotary, ops.Join, ops.Scale, ops.Gate, ops.Activation, ops.Sum), _Cutter.nothing),
 }
