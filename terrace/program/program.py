@@ -15,15 +15,16 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.outer import NO_EXCHANGE, Exchange
 from terrace.plan.plan import Plan
 from terrace.plan.stage import SHORT, Stage
+from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.boundaries import most_below
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
-from terrace.program.instruction import SPECS, Instruction
+from terrace.program.instruction import SPECS, Instruction, Op
 from terrace.program.kept import kept_bytes, num_pieces, resting_bytes, rows_of
 from terrace.program.message import Message
-from terrace.program.messages import edge_hop, message_of
 from terrace.program.phase import Phase
 from terrace.program.report import StepReport, declared_ahead
+from terrace.program.resolve import AGREED, control_message, counts_message, outer_numbers_message, stage_message
 from terrace.program.segments import Segments, Unnumbered, without_micro
 
 if TYPE_CHECKING:
@@ -111,16 +112,42 @@ class Program:
         key = without_micro(instruction)
         found = self._messages.get(key)
         if found is None:
-            found = self._messages[key] = message_of(self.model, self.stage, self.phase, self.exchange, instruction)
+            found = self._messages[key] = self._resolved(instruction)
         return found
+
+    def _resolved(self, instruction: Instruction) -> Message:
+        """The message of an instruction, from the model's layouts and the stage (terrace.program.resolve)."""
+        model, stage = self.model, self.stage
+        message_class, block = instruction.message_class, instruction.block
+        assert message_class is not None, f"{instruction} sends nothing"
+        if instruction.op is Op.TIE:
+            tier = model.mesh.edge_tier(stage.index, instruction.peer)
+            return stage_message(message_class, tier, tie_bytes(model.flats[block], model.plan.sums))
+        if instruction.peer >= 0:
+            received, backward = instruction.op is Op.RECV, instruction.backward
+            return model.message_of_edge(stage.index, instruction.peer, block, backward=backward, received=received)
+        # Control numbers are summed over all stages, not over the ranks of a block.
+        if message_class is MessageClass.CONTROL:
+            # A training step stays inside an island; an evaluation spans all islands.
+            inside, numbers = self.phase is Phase.TRAIN, AGREED if instruction.op is Op.AGREE else 0
+            return control_message(
+                model.stage_layout, model.world_layout, model.plan, model.blocks, inside=inside, numbers=numbers
+            )
+        if instruction.op is Op.OUTER_COUNT:
+            return outer_numbers_message(model.world_layout, model.plan, model.blocks, self.exchange)
+        if message_class is MessageClass.COUNTS:
+            return counts_message(model.stage_layout, model.plan, [model.blocks[index] for index in stage.own])
+        return model.message_of_block(
+            message_class, block, secondary=instruction.secondary, in_gaps=instruction.in_gaps
+        )
 
     @cached_property
     def _messages(self) -> dict[Unnumbered, Message]:
         return {}
 
     def edge_hop(self, instruction: Instruction) -> Hop:
-        """The hop of a SEND or RECV."""
-        return edge_hop(self.model, self.stage, instruction)
+        """The hop of a SEND or RECV, over the outermost tier between the two stages."""
+        return self.model.edge_hop(self.stage.index, instruction.peer, instruction.block, backward=instruction.backward)
 
     def messages_inside(self, instruction: Instruction) -> tuple[Message, ...]:
         """The messages that a pass sends inside its block, or a RECV to complete its activation."""

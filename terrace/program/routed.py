@@ -3,7 +3,7 @@
 There are none where every rank has all experts and all rows.
 
 For sizes see terrace.plan.expert_traffic and terrace.plan.tables, for the order terrace.program.block_program.routed
-and terrace.program.block_program.look_up.
+and terrace.program.block_program.build.
 """
 
 from collections.abc import Iterator, Sequence

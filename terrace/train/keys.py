@@ -13,7 +13,7 @@ from terrace.model.attention_kernel import AttentionChoice
 from terrace.model.part_kernel import PartChoice
 from terrace.train.trackers import check_names
 
-AUTO = "auto"  # of checkpoint_every: terrace.train.cadence
+AUTO = "auto"  # of checkpoint_every: terrace.train.saves
 ON_PAIRS = ("reward", "dpo")  # objectives of pairs of responses
 _MOST = 100  # steps: of each a file is written
 UNCOUNTED = 2**62  # steps of a run by epochs until its data are prepared: no rule on its length forbids anything

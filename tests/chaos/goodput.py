@@ -27,8 +27,8 @@ from typing import Any
 import tomli_w
 
 from terrace.planner.goodput import Job, Save
-from terrace.train.cadence import FIRST
 from terrace.train.recorder import EVENTS
+from terrace.train.saves import FIRST
 from tests.chaos.strikes import ranks_of
 from tests.support import warm
 from tests.support.tiny_runs import environment, metrics, write_run

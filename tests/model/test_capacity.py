@@ -8,11 +8,10 @@ import torch
 
 from terrace.base.errors import ConfigError
 from terrace.model.balance import BalanceConfig
-from terrace.model.experts.capacity import bounded, capacities
 from terrace.model.experts.config import ExpertsConfig
 from terrace.model.experts.even import drawn, rows_to_units
 from terrace.model.experts.gates import Choice, even
-from terrace.model.experts.gating import Gating, Passage
+from terrace.model.experts.gating import Gating, Passage, bounded, capacities
 from terrace.model.experts.mixture import Mixture
 from tests.support.mixtures import GROUPED, PLAIN, mixture
 

@@ -12,7 +12,7 @@ from terrace.plan.flats import FlatParamSpec
 from terrace.plan.mesh import Mesh
 from terrace.plan.slices import rank_slices
 from terrace.rl.hand_over.moves import Parts
-from terrace.rl.hand_over.parts import generation_slices, training_parts
+from terrace.rl.hand_over.transition import generation_slices, training_parts
 from tests.support.hand_overs import elements
 from tests.support.simulated_ranks import Spread
 

@@ -16,8 +16,8 @@ from terrace.generation.request import Request, Sampling
 from terrace.launch.start import LocalPool, World
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig
-from terrace.rl.hand_over.parts import generation_slices
 from terrace.rl.hand_over.reshard import HandOver
+from terrace.rl.hand_over.transition import generation_slices
 from terrace.rl.workers.sliced import sliced_blocks
 from tests.support import toys
 from tests.support.generation import MODELS, VOCAB, cached_logits, make

@@ -10,10 +10,9 @@ import pytest
 from terrace.base.errors import TerraceError
 from terrace.planner.goodput import Job, Save
 from terrace.train import saves
-from terrace.train.cadence import FIRST, Measured
 from terrace.train.hooks import StepDone
 from terrace.train.resolve import resolve
-from terrace.train.saves import Saves
+from terrace.train.saves import FIRST, Measured, Saves
 from tests.support.tiny_runs import terrace, write_run
 
 JOB = Job(mean_s=1000.0, restart_s=60.0)

@@ -184,7 +184,7 @@ DAMAGES: dict[str, Damage] = {
         Kind.STUCK,
     ),
     "memory of fused products is not shared before": Damage(
-        "terrace.runtime.tensor.sharing:fused_operators",
+        "terrace.runtime.axes:fused_operators",
         "found.share(rows.handle.group_name, num_bytes)",
         "pass",
         "fused rows",

@@ -1,16 +1,17 @@
 """Builds the program of a block from the steps of its axes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from terrace.model.spec import BlockSpec
 from terrace.plan.context_traffic import ContextTraffic
+from terrace.plan.in_block_messages import RoutedMessage
 from terrace.plan.tables import TableTraffic
 from terrace.plan.tensor_traffic import TensorTraffic, choice_messages
+from terrace.plan.wire import MessageClass
 from terrace.program.block_program.attention import steps_of
-from terrace.program.block_program.look_up import look_up_steps
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.routed import routed_steps
-from terrace.program.block_program.steps import Await, BlockProgram, Send, Steps
+from terrace.program.block_program.steps import Await, BlockProgram, BlockStep, Send, Steps
 
 
 def block_program(
@@ -41,3 +42,32 @@ def block_program(
 def attention_of(context: ContextTraffic, block: BlockSpec) -> tuple[Steps, Steps]:
     """(Forward steps, backward steps) of a block's attention; empty if there are none or if the batch decides."""
     return steps_of(context.attention(block))
+
+
+def look_up_steps(traffic: TableTraffic) -> tuple[Steps, Steps]:
+    """(Forward steps, backward steps) of a look-up in a table whose rows are on several ranks (terrace.plan.tables).
+
+    forward    for every tier, from the innermost outward: gather counts, and wait; dispatch ids toward the owners of
+               their rows, and wait
+               for every tier, from the outermost inward: combine the vectors, and wait
+    backward   for every tier, from the innermost outward: dispatch gradients of rows, and wait
+
+    Each step needs the result of the step before, so no message of a look-up is hidden by its own work. Both are empty
+    if no ids leave a rank. A frozen table has no backward.
+    """
+    forward = (*_dispatched(traffic, MessageClass.ROUTE, MessageClass.DISPATCH), *_combined(traffic))
+    backward = tuple(_dispatched(traffic, MessageClass.DISPATCH, backward=True)) if traffic.trains else ()
+    return forward, backward
+
+
+def _dispatched(traffic: TableTraffic, *classes: MessageClass, backward: bool = False) -> Iterator[BlockStep]:
+    for tier in traffic.tiers:
+        for message_class in classes:
+            send = Send((RoutedMessage(message_class, tier, backward=backward),))
+            yield from (send, Await(send))
+
+
+def _combined(traffic: TableTraffic) -> Iterator[BlockStep]:
+    for tier in reversed(traffic.tiers):
+        send = Send((RoutedMessage(MessageClass.COMBINE, tier),))
+        yield from (send, Await(send))
