@@ -1,8 +1,7 @@
 """The exception tree.
 
-A `TerraceError` is something the user can act on: one line that names the value, the rule and the
-fix. The command line prints it without a traceback. Everything else is a bug of ours and keeps its
-traceback.
+A `TerraceError` is something the user can act on: one line that names the value, the rule and the fix. The command line
+prints it without a traceback. Everything else is a bug of ours and keeps its traceback.
 """
 
 from collections.abc import Iterable

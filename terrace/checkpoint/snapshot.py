@@ -4,8 +4,7 @@ Copying runs at memory speed; training continues while the file is written from 
 rank's file and exists for the whole run: in main memory, page-locked if the state is on a device. Where states are
 kept on a disk, since they may be larger than memory, so is the copy (terrace.runtime.kept.below).
 
-The file has the safetensors format: the length of the header in 8 bytes, the header in JSON, the tensors without
-gaps.
+The file has the safetensors format: the length of the header in 8 bytes, the header in JSON, the tensors without gaps.
 """
 
 import json

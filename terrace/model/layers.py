@@ -3,8 +3,7 @@
 Plain single-device PyTorch: sizes come from a `ModelConfig`, a forward pass sees whole tensors, and nothing here
 depends on how they are sharded.
 
-Shape legend: B batch, S sequence, H hidden, N query heads, K key-value heads, D head_dim, R rotary_dim,
-I intermediate.
+Shape legend: B batch, S sequence, H hidden, N query heads, K key-value heads, D head_dim, R rotary_dim, I intermediate.
 """
 
 from collections.abc import Callable

@@ -305,8 +305,7 @@ def _table_changes(base: Prediction) -> Iterator[Change]:
 def hiding(base: Prediction) -> Change | None:
     """The least delay that hides the exchanges of a prediction's islands, with the shortest cycle that it needs.
 
-    None if they are hidden already, or if no delay within a few steps of the estimate hides them and shortens the
-    step.
+    None if they are hidden already, or if no delay within a few steps of the estimate hides them and shortens the step.
     """
     for change in _delays(base):
         with suppress(PlanError):

@@ -35,8 +35,7 @@ def headrooms(
     """The fastest plans for the device's own headroom (`best`), and for each of `wider` that is larger.
 
     `wider` ascends; arguments as for `find`. A plan that leaves more memory free than required is reused until it no
-    longer
-    does: it still ties with the fastest, since a smaller memory admits no faster plan.
+    longer does: it still ties with the fastest, since a smaller memory admits no faster plan.
     """
     device = space.task.cluster.device
     memory_bytes = device.memory_bytes

@@ -25,8 +25,7 @@ class LeastNodes:
 
     `task` has the fewest members with a known plan, `estimate`; None if there is none. It may have more than `at_least`
     if a search in between stopped at its limit. `last`: apart from `task`, no plan was found with up to this many
-    members;
-    `out_of_time` if the search stopped there by the clock.
+    members; `out_of_time` if the search stopped there by the clock.
     """
 
     at_least: int

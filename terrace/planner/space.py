@@ -41,8 +41,7 @@ class OpenMesh(NamedTuple):
     """A mesh of the space.
 
     If open, its context forms are still to be chosen, and `mesh` has all context ranks in a ring. If it `divides`, so
-    is
-    its division of stacks, and `mesh` has none.
+    is its division of stacks, and `mesh` has none.
     """
 
     mesh: Mesh
@@ -189,10 +188,8 @@ def least_of(space: Space, shape: OpenMesh, micro_batch: int) -> tuple[OpenMesh,
     """The shape and micro-batch with the same tokens and the fewest context ranks, most of them Ulysses.
 
     Let a/b be the sequences per context rank in lowest terms. Any shape with the same number has a multiple of b
-    context
-    ranks, and its Ulysses degree divides the heads h, so its ring is a multiple of b / gcd(b, h). With k b context
-    ranks
-    it has k a sequences: the same tokens, and the same products, in at least as many rounds.
+    context ranks, and its Ulysses degree divides the heads h, so its ring is a multiple of b / gcd(b, h). With k b
+    context ranks it has k a sequences: the same tokens, and the same products, in at least as many rounds.
     """
     mesh, context = shape.mesh.only("tensor", "pipeline"), shape.mesh.total("context")
     common = math.gcd(micro_batch, context)

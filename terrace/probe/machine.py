@@ -48,9 +48,8 @@ class Gpu:
 class Machine:
     """Facts about one machine.
 
-    `packages` maps a name to its version, None if absent; `torch_error` says why importing torch fails.
-    `memory_bytes` is the smaller of the machine's memory and the control group's limit. Limits are this process's, -1
-    for none.
+    `packages` maps a name to its version, None if absent; `torch_error` says why importing torch fails. `memory_bytes`
+    is the smaller of the machine's memory and the control group's limit. Limits are this process's, -1 for none.
     """
 
     python: tuple[int, int, int]

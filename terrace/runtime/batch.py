@@ -130,9 +130,8 @@ def shares_of(
 ) -> Tensor:
     """Weight of each token in router losses: counted labels of its document / tokens of it. fp64 (B, S).
 
-    With `weights` (B, S) the numerator is their sum over the counted labels. A document then weighs as much in a
-    router loss, a sum over tokens, as in the divisor of the main loss. Tokens with -1 in `places` (B, S) are not
-    counted.
+    With `weights` (B, S) the numerator is their sum over the counted labels. A document then weighs as much in a router
+    loss, a sum over tokens, as in the divisor of the main loss. Tokens with -1 in `places` (B, S) are not counted.
     """
     documents, counts = _labels_of_documents(labels, positions, ignored, weights)
     taking = torch.ones_like(documents) if places is None else (places >= 0).flatten().long()

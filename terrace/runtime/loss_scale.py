@@ -1,10 +1,9 @@
 """Dynamic loss scaling for fp16, whose gradients would otherwise underflow to zero below 6e-8.
 
-Backwards start from the scale instead of 1, so every gradient is scaled; CLIP divides norm and gradients by it. A
-step with finite loss but non-finite gradients is skipped before any update, on all ranks, since all see the same
-sums. The scale is then halved; after 2,000 finite steps in a row it is doubled, as by torch.amp.GradScaler
-(Micikevicius et al. 1710.03740, section 3.2). Scales are powers of two, so that scaling does not round values that
-stay in range.
+Backwards start from the scale instead of 1, so every gradient is scaled; CLIP divides norm and gradients by it. A step
+with finite loss but non-finite gradients is skipped before any update, on all ranks, since all see the same sums. The
+scale is then halved; after 2,000 finite steps in a row it is doubled, as by torch.amp.GradScaler (Micikevicius et al.
+1710.03740, section 3.2). Scales are powers of two, so that scaling does not round values that stay in range.
 
 The scaled loss is a sum over tokens, not a mean, so scales are lower than usual by the tokens of a micro-batch.
 """

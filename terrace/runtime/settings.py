@@ -15,12 +15,11 @@ Name = Literal["adamw", "lion", "muon", "galore", "lsp", "sgd"]
 class OptimizerConfig:
     """The optimizer and its hyper-parameters.
 
-    `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675), muon (Jordan
-    2024; Liu et al., arXiv 2502.16982), galore (Zhao et al., arXiv 2403.03507), lsp (Chen et al., arXiv 2406.10181),
-    sgd, or `module:Class` of the user (terrace.runtime.own_rule). Muon, GaLore and LSP update the matrices of layers
-    and leave the rest to AdamW, whose rate is `adamw_lr`, by default `lr`, the peak learning rate. `clip` bounds the
-    global gradient norm; 0 turns clipping off. Raises `ConfigError` for values out of range, and for options without
-    effect.
+    `name` is adamw (Loshchilov and Hutter, arXiv 1711.05101), lion (Chen et al., arXiv 2302.06675), muon (Jordan 2024;
+    Liu et al., arXiv 2502.16982), galore (Zhao et al., arXiv 2403.03507), lsp (Chen et al., arXiv 2406.10181), sgd, or
+    `module:Class` of the user (terrace.runtime.own_rule). Muon, GaLore and LSP update the matrices of layers and leave
+    the rest to AdamW, whose rate is `adamw_lr`, by default `lr`, the peak learning rate. `clip` bounds the global
+    gradient norm; 0 turns clipping off. Raises `ConfigError` for values out of range, and for options without effect.
     """
 
     name: Name | str = "adamw"  # the rule of an update, or module:Class of a torch.optim.Optimizer

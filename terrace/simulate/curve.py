@@ -2,8 +2,7 @@
 
 The buffers are the program's (terrace.program.buffers): a buffer is allocated when the first instruction of its span
 starts and freed when the last one is done; activations, if given, are as in terrace.simulate.held_activations. Full
-gradients peak no higher than in `Program.state_bytes`, where a reduction ends only when the program
-waits for it.
+gradients peak no higher than in `Program.state_bytes`, where a reduction ends only when the program waits for it.
 """
 
 from collections import defaultdict

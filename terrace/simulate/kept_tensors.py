@@ -210,10 +210,9 @@ def _plain_core(tape: BlockTape, core: ops.Core, reads: tuple[str, ...], written
 def _spread_core(tape: BlockTape, core: ops.Core) -> Node:
     """Attention over context ranks (terrace.runtime.context), which keeps its operands and output.
 
-    Under Ulysses these are separate tensors, built from the all-to-all messages. A ring holds the keys of two
-    rounds and one message of keys, plus their gradients in the backward. `balance = "cost"` is counted at its upper
-    bound: all of `most_attended` arrives in messages, and a row's partial results are summed in fp32 at least, next
-    to one result.
+    Under Ulysses these are separate tensors, built from the all-to-all messages. A ring holds the keys of two rounds
+    and one message of keys, plus their gradients in the backward. `balance = "cost"` is counted at its upper bound: all
+    of `most_attended` arrives in messages, and a row's partial results are summed in fp32 at least, next to one result.
     """
     work, item, wide = tape.work, tape.item, tape.wide
     row = work.most_attended * core.head_dim * item  # of a head

@@ -84,9 +84,8 @@ class Timeline:
     def bubble(self) -> float:
         """Idle share of the stages over the longest span (the cost of Qi et al. 2401.10241, section 5.3).
 
-        With equal stages it is 1 - num_micros (T_F + T_B + T_W) / cost. With unequal stages, waits of the lighter
-        ones count
-        too.
+        With equal stages it is 1 - num_micros (T_F + T_B + T_W) / cost. With unequal stages, waits of the lighter ones
+        count too.
         """
         # Every stage is charged for the longest span.
         offered_s = len(self.busy_s) * max(self.spans_s)
@@ -143,8 +142,7 @@ def play(orders: Orders, seconds: TaskSeconds) -> Timeline:
     """Start times of every task, in time linear in their number.
 
     Raises `PlanError` when `seconds` is for another number of virtual stages, and `ProgramError` when stages deadlock
-    or
-    wait for a task that is in no order; the message names each waiting stage and the task it needs.
+    or wait for a task that is in no order; the message names each waiting stage and the task it needs.
     """
     check_seconds(seconds, orders.num_virtual)
     slots = orders.num_virtual * orders.num_micros

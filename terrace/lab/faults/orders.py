@@ -31,8 +31,7 @@ class Orders:
     """What a process of island `island` is to do. `faults` and `reported` are words of faults by their number.
 
     It carries out the faults. At the place of one that is reported, it says so and waits until the rehearsal, which
-    carries it out, has answered by a file.
-    An island that `joins` by a fault waits for that answer before it joins.
+    carries it out, has answered by a file. An island that `joins` by a fault waits for that answer before it joins.
     """
 
     events: str  # path

@@ -38,9 +38,8 @@ _PLAYED = 8  # micro-batches of scores, for each stage, that are played; more ar
 class Cost:
     """A role under a plan on a pool: seconds per iteration, and bytes of a rank.
 
-    A rank holds at most `held_bytes`, and at most `working_bytes` more while the role runs, possibly on another
-    stage. So
-    roles that share ranks need at most the sum of `held_bytes` and the largest `working_bytes`.
+    A rank holds at most `held_bytes`, and at most `working_bytes` more while the role runs, possibly on another stage.
+    So roles that share ranks need at most the sum of `held_bytes` and the largest `working_bytes`.
     """
 
     plan: Plan

@@ -116,8 +116,7 @@ def price(
     """The predicted iteration of a placement; one that does not fit is priced too.
 
     Raises `PlanError` for a placement that omits a role or cannot be laid out on the cluster, and for a plan that
-    cannot
-    run on its pool. `costs` is a cache of the dataflow's costs.
+    cannot run on its pool. `costs` is a cache of the dataflow's costs.
     """
     firsts = _checked(dataflow, placement, cluster)
     costs = costs or Costs(dataflow)

@@ -72,9 +72,8 @@ def read_prompts(
     """Read and tokenize a file's prompts; rewards receive the other columns of a line.
 
     `chats` returns the chat template, for prompts that are messages, and `tools` are given to it where a line has none.
-    Raises `DataError` for a file that cannot be read,
-    a line without a prompt in `column`, messages without a template, and a prompt that is empty or has more than
-    `longest` tokens; `ConfigError` if no prompt is left to train on.
+    Raises `DataError` for a file that cannot be read, a line without a prompt in `column`, messages without a template,
+    and a prompt that is empty or has more than `longest` tokens; `ConfigError` if no prompt is left to train on.
     """
     found = list[Prompt]()
     for lines in _batched(_lines(file)):

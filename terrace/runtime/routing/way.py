@@ -53,8 +53,7 @@ class Carrier(Protocol):
 class Way:
     """The route of one piece of a micro-batch through one layer, and which rows each peer was sent.
 
-    `units` are the expert ranges (first, last + 1) of each hop's units, by peer; empty if every row goes to every
-    peer.
+    `units` are the expert ranges (first, last + 1) of each hop's units, by peer; empty if every row goes to every peer.
     """
 
     tokens: int

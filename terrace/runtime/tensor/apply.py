@@ -8,9 +8,8 @@
     loss, score                           `VocabParallelHead`, `ValueParallelHead`
     mixture                               stays, and routes this rank's part of the tokens
 
-Model code is unchanged: submodules are replaced under the same names. This includes declared blocks of a
-`transformers` model (terrace.model.hf.declared): rows split heads and inner features, and a layer's own code sees
-fewer of them.
+Model code is unchanged: submodules are replaced under the same names. This includes declared blocks of a `transformers`
+model (terrace.model.hf.declared): rows split heads and inner features, and a layer's own code sees fewer of them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -175,8 +175,7 @@ class _Linear(nn.Module):
 class ColumnLinear(_Linear):
     """(B, S, H/C) to (B, S, n): a rank has some rows of the weight, and computes some columns of the result.
 
-    `used` is the part of the output that this rank needs if it holds a whole weight (key-value heads), otherwise
-    None.
+    `used` is the part of the output that this rank needs if it holds a whole weight (key-value heads), otherwise None.
     """
 
     def __init__(
