@@ -29,7 +29,6 @@ class EvalSource(Source):
     context: int | None = None
 
     def samples(self, sequence: int, holdout: float = 0) -> Windows | Packed | PairRows | TextRows:
-        """Samples of this source. Raises `DataError` if it has none."""
         if self.documents == "whole":
             return super().samples(sequence, holdout)
         return TextRows(open_documents(self.tokens, self.name), sequence, self.begin, self.end, self.context)

@@ -114,7 +114,6 @@ def _scores(query: Tensor, key: Tensor, kind: str, mask: Tensor | None, span: sl
 
 
 def plain_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
-    """See `terrace.model.blockwise.pair_forward`."""
     query, key, value, kind, mask = pair
     dtype = precise(query.dtype)
     keys, values = key.to(dtype), value.to(dtype)
@@ -135,7 +134,6 @@ def plain_forward(pair: PairInputs) -> tuple[Tensor, Tensor]:
 
 
 def plain_backward(grad_out: Tensor, pair: PairInputs, out: Tensor, lse: Tensor) -> Gradients:
-    """See `terrace.model.blockwise.pair_backward`."""
     query, key, value, kind, mask = pair
     dtype, heads = precise(query.dtype), key.shape[1]
     keys, values = key.to(dtype), value.to(dtype)

@@ -67,14 +67,12 @@ class PartsTicket(Ticket):
         return self._tickets[-1] if self._tickets else DONE
 
     def wait(self) -> None:
-        """Block until later work may read the result. Raises an error of the work."""
         assert not self.left, f"{self.left} parts of a message are waited for that have not left"
         for ticket in self._tickets:
             ticket.wait()
 
     @property
     def is_done(self) -> bool:
-        """Whether all parts have completed."""
         return not self.left and all(ticket.is_done for ticket in self._tickets)
 
 

@@ -99,11 +99,9 @@ class ScaledProduct(Record):
     dtype: torch.dtype
 
     def hold(self) -> None:
-        """Remember the version of an input that will be filled again. Codes belong to this record alone."""
         self._versions = self._current_versions()
 
     def release(self) -> None:
-        """Check that the input has not changed."""
         assert self._versions == self._current_versions(), "x was changed before the weight gradient was taken"
 
     def run(self, sinks: Mapping[int, Sink]) -> None:

@@ -44,15 +44,12 @@ class OperandRecord(Record):
     bias: Tensor | None = None  # (O)
 
     def hold(self) -> None:
-        """Remember the versions of dy and x, to be checked when the record runs."""
         self._versions = self._current_versions()
 
     def release(self) -> None:
-        """Check that dy and x have not changed."""
         assert self._versions == self._current_versions(), "dy or x was changed before the weight gradient was taken"
 
     def run(self, sinks: Mapping[int, Sink]) -> None:
-        """Add the gradients to the views in `sinks`, by the `id` of a parameter."""
         if self.weight is not None:
             assert self.inputs is not None, "autograd saves the input of a layer whose weight it differentiates"
             self._run_weight(self.inputs, *sinks[id(self.weight)].gradient_of(self.weight))

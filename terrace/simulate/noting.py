@@ -46,7 +46,6 @@ class NotingRank(Rank):
         return Notes(tuple(self.sent), tuple(self.waits), tuple(self.moments))
 
     def issue(self, event: Event, ready: Moment) -> Moment:
-        """Put a message on its lane, as `Rank.issue`."""
         found = super().issue(event, ready)
         if event.op in _SENDS and event.seconds:
             self._mark()
@@ -55,7 +54,6 @@ class NotingRank(Rank):
         return found
 
     def wait(self, moment: Moment, category: str) -> None:
-        """Make the compute stream wait for a message, as `Rank.wait`."""
         begin_s = self.now_s
         if category == WAIT_OUTER:
             self._mark()

@@ -289,7 +289,6 @@ class Rank(BelowClocks):
         self.params_written.clear()
 
     def issue(self, event: Event, ready: Moment) -> Moment:
-        """Put a message that may start at `ready` on its lane; returns its arrival."""
         start_s = ready[0]
         if self.now_s > start_s:
             start_s = self.now_s

@@ -58,7 +58,6 @@ class Gauges(Hook):
         self.before(0)  # a stop leaves a checkpoint, too
 
     def stepped(self, done: StepDone) -> None:
-        """Adds throughput, utilisation, bytes and memory to the figures of a step."""
         self._newest[:] = [done]
         result, step_s, num_tokens = done.result, done.figures["step_s"], done.figures["num_tokens"]
         if self._loads is not None and result.loads is not None:

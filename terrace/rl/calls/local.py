@@ -80,7 +80,6 @@ class LocalRuntime(Runtime):
             self._ranks[link] = _Rank(pool=pool.index, rank=rank, link=link)
 
     def send(self, pool: Pool, tasks: Sequence[Task], handle: Handle, given: Sequence[Handle]) -> None:
-        """Send each rank its task; raises as `collect` does."""
         self.collect(0.0)
         sent = Sent(tasks[0].name, handle, given)
         for task, link in zip(tasks, self._processes[pool.index].links, strict=True):
@@ -94,7 +93,6 @@ class LocalRuntime(Runtime):
                 self._fail(pool.index)
 
     def collect(self, timeout_s: float | None) -> None:
-        """Pass received answers to their handles; wait for at least one, at most `timeout_s`."""
         self._check()
         busy = [each for each in self._ranks.values() if each.calls]
         if not busy:

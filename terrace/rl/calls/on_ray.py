@@ -196,7 +196,6 @@ class RayRuntime(Runtime):
         )
 
     def send(self, pool: Pool, tasks: Sequence[Task], handle: Handle, given: Sequence[Handle]) -> None:
-        """Send each rank its task; raises as `collect` does."""
         self.collect(0.0)
         sent = Sent(tasks[0].name, handle, given)
         for task, rank in zip(tasks, self._ranks[pool.index], strict=True):
@@ -204,7 +203,6 @@ class RayRuntime(Runtime):
             rank.add(sent)
 
     def collect(self, timeout_s: float | None) -> None:
-        """Pass received answers to their handles; wait for at least one, at most `timeout_s`."""
         self._check()
         busy = {rank.references[0]: rank for ranks in self._ranks for rank in ranks if rank.calls}
         if not busy:

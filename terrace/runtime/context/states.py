@@ -71,11 +71,9 @@ class RingRuns:
         return result
 
     def before(self, maps: Tensor) -> Tensor:
-        """As `terrace.model.delta_rule.States`."""
         return self._runs(self._scanned(self._pairs(maps), backward=False))
 
     def after(self, maps: Tensor) -> Tensor:
-        """As `terrace.model.delta_rule.States`."""
         size = maps.shape[-2]
         turned = torch.cat([maps[..., :size].mT, maps[..., size:]], -1)
         return self._runs(self._scanned(self._pairs(turned).flip(0), backward=True).flip(0))

@@ -39,7 +39,6 @@ class RoutedAxis(InBlockAxis):
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:
-        """Bytes of all batches so far, computed from their row counts."""
         return self._declared
 
     def peers(self, message: RoutedMessage) -> tuple[int, ...]:

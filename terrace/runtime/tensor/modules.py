@@ -40,7 +40,6 @@ class TensorAxis(InBlockAxis):
 
     @property
     def edge(self) -> AxisComm:
-        """The ranks that split an activation sent to another stage."""
         return self.rows
 
     def begin(self, micro: int, batch: Batch, recomputed: bool) -> None:
