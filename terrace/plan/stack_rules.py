@@ -1,16 +1,16 @@
 """Rules for the plan keys `experts`, `expert_chunks` and `expert_gaps`."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from terrace.base.errors import PlanError, did_you_mean
 from terrace.cluster.cluster import Cluster
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import has_routers
 from terrace.plan.layout import Layout, message_lane, message_tiers
-from terrace.plan.mapping_rules import check_table
 from terrace.plan.mesh import STACK_AXES, STAGE, Mesh, tier_degrees
-from terrace.plan.plan import EXPERT_CHUNKS, Plan, num_gaps
+from terrace.plan.plan import AXES, EXPERT_CHUNKS, FACTORS, Plan, num_gaps
 from terrace.plan.update import parse_update
 from terrace.plan.wire import GRADIENTS
 
@@ -119,3 +119,41 @@ def check_gaps(cluster: Cluster, plan: Plan) -> None:
             f"expert_gaps has no effect: under grads = {plan.grads!r}, optimizer = {plan.optimizer!r} no message of "
             "gradients has a tier in common with the table experts as its outermost; leave it out"
         )
+
+
+def check_table(
+    table: str, rows: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int], axes: Collection[str]
+) -> None:
+    """Raise `PlanError` for a tier not in `sizes`, an axis not in `axes`, or an invalid degree."""
+    for name, row in rows.items():
+        if name not in sizes:
+            raise PlanError(f"{table} names tier {name!r}, which is not in the cluster{did_you_mean(name, sizes)}")
+        for axis, degree in row.items():
+            if axis not in axes:
+                hint = _axis_hint(name, axis) if axes is AXES else did_you_mean(axis, axes)
+                raise PlanError(f"{table}.{name} names axis {axis!r}{hint}")
+            _check_degree(f"{table}.{name}.{axis}", axis, degree)
+
+
+def _axis_hint(tier: str, word: str) -> str:
+    """Suggestion for `word`, written where a tier's mapping expects an axis."""
+    for axis, factors in FACTORS.items():
+        if word in factors:
+            return f", which is a part of {axis}: write mapping.{tier}.{axis}.{word}"
+    return did_you_mean(word, AXES)
+
+
+def _check_degree(where: str, axis: str, degree: int | Mapping[str, int]) -> None:
+    """Raise `PlanError` unless `degree`, found at key `where`, is valid for `axis`."""
+    # Factored axes nest: each factor is checked like an axis of its own.
+    if isinstance(degree, Mapping):
+        if axis not in FACTORS:
+            raise PlanError(
+                f"{where} = {dict(degree)}: only the {' and the '.join(FACTORS)} axis are factored; give one number"
+            )
+        for factor, number in degree.items():
+            if factor not in FACTORS[axis]:
+                raise PlanError(f"{where} names {factor!r}{did_you_mean(factor, FACTORS[axis])}")
+            _check_degree(f"{where}.{factor}", factor, number)
+    elif degree < 1:
+        raise PlanError(f"{where} = {degree}: a degree is at least 1")

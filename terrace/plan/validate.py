@@ -14,7 +14,6 @@ from terrace.plan.context import attention_heads, is_context_parallel, num_ring_
 from terrace.plan.context_rules import check_linear, why_whole
 from terrace.plan.keep_rules import check_keep
 from terrace.plan.layout import DEVICE, Layout
-from terrace.plan.mapping_rules import check_table
 from terrace.plan.members import check_order, check_shares, num_shared_micros
 from terrace.plan.mesh import Mesh, tier_degrees
 from terrace.plan.order_file import schedule_words
@@ -22,7 +21,14 @@ from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.products import check_products
 from terrace.plan.recompute import WHOLE, Recomputation, meant, operations_named, parse_recomputation, recomputed_parts
-from terrace.plan.stack_rules import check_chunks, check_gaps, check_stack_table, check_stacks, refuse_unscaled_losses
+from terrace.plan.stack_rules import (
+    check_chunks,
+    check_gaps,
+    check_stack_table,
+    check_stacks,
+    check_table,
+    refuse_unscaled_losses,
+)
 from terrace.plan.state_bytes import moments
 from terrace.plan.table_rules import check_vocabulary, check_vocabulary_tiers
 from terrace.plan.update import OWN, parse_update

@@ -8,9 +8,9 @@ from terrace.base.errors import PlanError
 from terrace.plan.outer import Exchange, Outer
 from terrace.plan.stage import idle_stage
 from terrace.program.exchange import exchange_instructions
+from terrace.program.instruction import Phase
 from terrace.program.lowering import step_end
 from terrace.program.period import Period, Turn
-from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.segments import Segments
 

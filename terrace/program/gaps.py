@@ -10,7 +10,7 @@ the program (`Instruction.in_gaps`), so all ranks of a lane issue the same order
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from terrace.base.errors import PlanError
 from terrace.plan.layout import INSIDE, Layout
@@ -18,12 +18,45 @@ from terrace.plan.plan import Plan
 from terrace.plan.stage import Group, Pass, Stage
 from terrace.plan.wire import MessageClass
 from terrace.program.block_program.steps import Gap, Send
-from terrace.program.gap_queue import Held
 from terrace.program.instruction import COLLECTIVES, PASSES, Instruction, Op
 
 if TYPE_CHECKING:
     from terrace.program.program import Program
     from terrace.program.sharded_model import ShardedModel
+
+T = TypeVar("T")
+
+
+class Held(Generic[T]):
+    """Messages with unsent parts, in the order of issue, as verifier, simulator and runtime keep them.
+
+    Part 0 of a REDUCE or SYNC in gaps is sent where it is issued, part g in gap g of the backward that follows.
+    """
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[T, int, int]] = []  # (message, next part, number of parts)
+
+    def hold(self, message: T, num_parts: int) -> None:
+        """Queue a message; `due` returns its parts."""
+        self._waiting.append((message, 0, num_parts))
+
+    def due(self, gap: int) -> list[tuple[T, int]]:
+        """Remove and return the unsent (message, part) pairs up to gap `gap`, in sending order."""
+        waiting = self._waiting
+        self._waiting = [(message, gap + 1, parts) for message, _, parts in waiting if parts > gap + 1]
+        return [
+            (message, part)
+            for part in range(min((left for _, left, _ in waiting), default=gap), gap + 1)
+            for message, left, parts in waiting
+            if left <= part < parts
+        ]
+
+    def rest(self) -> list[tuple[T, int]]:
+        """Remove and return all unsent parts."""
+        return self.due(max((parts for _, _, parts in self._waiting), default=0))
+
 
 _CLASSES = {Op.REDUCE: MessageClass.REDUCE, Op.SYNC: MessageClass.SYNC}
 BETWEEN = frozenset((Op.GATHER, Op.FREE, Op.FETCH, Op.REDUCE, Op.SYNC, Op.SEND, Op.RECV))

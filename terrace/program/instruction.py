@@ -35,7 +35,13 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from terrace.plan.wire import BETWEEN_STAGES, MessageClass
-from terrace.program.phase import Phase
+
+
+class Phase(StrEnum):
+    TRAIN = "train"  # a training step
+    FORWARD = "forward"  # an evaluation, only forwards
+    OUTER = "outer"  # a separate exchange after the last step, so that islands agree
+    RESTORE = "restore"  # after loading a state: refresh the working copies from the masters
 
 
 class Op(StrEnum):

@@ -43,8 +43,7 @@ from terrace.plan.state_bytes import blocks_bytes
 from terrace.plan.validate import check_units, validate
 from terrace.program.exchange import exchange_instructions, exchanged
 from terrace.program.gaps import has_gaps, may_be_in_gaps, no_gaps, refuse_open_shares
-from terrace.program.instruction import Instruction, Op
-from terrace.program.phase import Phase
+from terrace.program.instruction import Instruction, Op, Phase
 from terrace.program.program import Program
 from terrace.program.repeating import joined, repeating
 from terrace.program.segments import Segments

@@ -16,7 +16,7 @@ from functools import cached_property
 from terrace.plan.state_bytes import CATEGORIES
 from terrace.plan.wire import MessageClass
 from terrace.program.buffers import peak_bytes, state_buffers
-from terrace.program.phase import Phase
+from terrace.program.instruction import Phase
 from terrace.program.program import Program
 
 

@@ -19,10 +19,9 @@ from terrace.plan.state_bytes import tie_bytes
 from terrace.plan.wire import MessageClass
 from terrace.program.boundaries import most_below
 from terrace.program.buffers import Buffer, peak_bytes, state_buffers
-from terrace.program.instruction import SPECS, Instruction, Op
+from terrace.program.instruction import SPECS, Instruction, Op, Phase
 from terrace.program.kept import kept_bytes, num_pieces, resting_bytes, rows_of
 from terrace.program.message import Message
-from terrace.program.phase import Phase
 from terrace.program.report import StepReport, declared_ahead
 from terrace.program.resolve import AGREED, control_message, counts_message, outer_numbers_message, stage_message
 from terrace.program.segments import Segments, Unnumbered, without_micro

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from terrace.program.gaps import BETWEEN, has_gaps, may_be_in_gaps
-from terrace.program.instruction import PASSES, Instruction, Op
-from terrace.program.phase import Phase
+from terrace.program.instruction import PASSES, Instruction, Op, Phase
 from terrace.program.walk import Walk
 
 Broken = Callable[[Walk, Instruction], object]

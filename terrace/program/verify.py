@@ -24,8 +24,7 @@ from collections.abc import Iterator
 
 from terrace.base.errors import ProgramError
 from terrace.plan.stage import SHORT
-from terrace.program.instruction import SPECS, Instruction, Op
-from terrace.program.phase import Phase
+from terrace.program.instruction import SPECS, Instruction, Op, Phase
 from terrace.program.program import Program
 from terrace.program.rules import OF_OP, OF_OP_IN_GAPS
 from terrace.program.verify_repeating import Marks, marks

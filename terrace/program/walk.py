@@ -13,8 +13,7 @@ from terrace.plan.flats import orthogonalised
 from terrace.plan.stage import count_units
 from terrace.program.exchange import exchanged
 from terrace.program.gaps import has_gaps
-from terrace.program.instruction import Instruction, Op
-from terrace.program.phase import Phase
+from terrace.program.instruction import Instruction, Op, Phase
 from terrace.program.program import Program
 
 Key = tuple[Op, int, int, bool]  # op, block, micro-batch, `backward`

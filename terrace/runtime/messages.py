@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from terrace.comm.lane import DONE, HERE, Lane, Ticket, behind
-from terrace.program.gap_queue import Held
+from terrace.program.gaps import Held
 from terrace.program.instruction import Instruction, Op
 from terrace.program.message import Transfer
 from terrace.program.program import Program

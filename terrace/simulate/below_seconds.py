@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from terrace.plan.flats import FlatParamSpec
 from terrace.plan.keep import HOST
 from terrace.plan.kept import Traffic, groups, is_exact, updated_bytes
-from terrace.program.phase import Phase
+from terrace.program.instruction import Phase
 from terrace.simulate.below import updates_on_cores
 from terrace.simulate.layers import recoding_bytes
 from terrace.simulate.priced_instruction import NO_STREAM, Stream

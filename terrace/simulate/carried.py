@@ -16,8 +16,8 @@ from terrace.base.collection import no_collection
 from terrace.cluster.cluster import Cluster
 from terrace.plan.members import boundary_links, stage_clusters
 from terrace.plan.outer import NO_EXCHANGE
+from terrace.program.instruction import Phase
 from terrace.program.period import Period, Turn
-from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.simulate.bus import Stretch, progress_s
 from terrace.simulate.cost import Costs, step_costs, update_seconds

@@ -21,8 +21,7 @@ from terrace.plan.keep import MOST_WRITTEN
 from terrace.plan.kept import grads_bytes, is_final_at_once
 from terrace.plan.mesh import CONTEXT
 from terrace.plan.state_bytes import accumulates_in_place
-from terrace.program.instruction import PASSES, Instruction, Op
-from terrace.program.phase import Phase
+from terrace.program.instruction import PASSES, Instruction, Op, Phase
 from terrace.program.report import StepReport
 from terrace.simulate.below import row_stream, updates_on_cores
 from terrace.simulate.priced_instruction import NO_STREAM, Event, Stream

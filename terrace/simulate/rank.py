@@ -24,7 +24,7 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
-from terrace.program.gap_queue import Held
+from terrace.program.gaps import Held
 from terrace.program.instruction import Op
 from terrace.simulate.below import START, Moment
 from terrace.simulate.below_clocks import BelowClocks

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from terrace.cli.views import VIEWS
+from terrace.cli.simulate import VIEWS
 from tests.support.planning import Planning, here
 
 __all__ = ["here"]

@@ -12,9 +12,8 @@ from terrace.model.blocks import block_specs
 from terrace.model.spec import BlockSpec, freeze
 from terrace.plan.plan import Plan
 from terrace.program import lowering
-from terrace.program.instruction import Instruction, Op
+from terrace.program.instruction import Instruction, Op, Phase
 from terrace.program.lowering import build_stages, forward_programs
-from terrace.program.phase import Phase
 from terrace.program.program import Program
 from terrace.program.segments import Run, Segments
 from terrace.program.text import program_text

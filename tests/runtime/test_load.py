@@ -16,8 +16,7 @@ from terrace.model.balance import BalanceConfig
 from terrace.model.blocks import block_specs
 from terrace.model.decoder import build_blocks
 from terrace.model.experts.config import Gate
-from terrace.model.experts.mixture import Mixture, Router
-from terrace.model.experts.tally import Tally
+from terrace.model.experts.mixture import Mixture, Router, Tally
 from terrace.plan.presets import preset
 from terrace.program.loads import Loads
 from terrace.program.lowering import build

@@ -13,7 +13,7 @@ from terrace.plan.wire import MessageClass
 from terrace.program import verify as rules
 from terrace.program import verify_ranks as between_ranks
 from terrace.program.exchange import exchanged
-from terrace.program.phase import Phase
+from terrace.program.instruction import Phase
 from terrace.program.program import Program
 from tests.support.byte_formula import Bytes, block_bytes, outer_bytes, step_bytes
 from tests.support.state_formula import model_state_bytes

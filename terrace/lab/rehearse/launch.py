@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import IO, NoReturn
 
 from terrace.lab.rehearse import guard
-from terrace.lab.rehearse.calm import undisturbed
-from terrace.lab.rehearse.network import Network
+from terrace.lab.rehearse.network import Network, undisturbed
 from terrace.lab.rehearse.script import HOME
 from terrace.lab.rehearse.wiring import Wiring
 from terrace.launch.signals import signal_name

@@ -5,6 +5,8 @@ network is not touched.
 """
 
 import json
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +14,6 @@ from typing import Any
 
 from terrace.base.errors import ClusterError
 from terrace.lab.rehearse import script
-from terrace.lab.rehearse.calm import undisturbed
 from terrace.lab.rehearse.counters import Counts
 from terrace.lab.rehearse.names import Owner, existing, of_owner, this_process
 from terrace.lab.rehearse.tools import call, find
@@ -96,3 +97,19 @@ def _limit(namespace: str, batch: str) -> None:
 
 def _bytes(link: dict[str, Any], direction: str) -> int:
     return int(link["stats64"][direction]["bytes"])
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Block SIGINT, SIGTERM and SIGHUP within the block; does nothing outside the main thread.
+
+    Children started inside inherit the blocked signals unless they unblock them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

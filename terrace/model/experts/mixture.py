@@ -9,7 +9,7 @@ Shape legend: B batch, S sequence, H hidden, T = B S tokens, E experts, I inner 
 N = T k rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,9 +20,38 @@ from torch import Tensor, nn
 from terrace.model.config import ModelConfig
 from terrace.model.experts.gates import NO_SCORES, Choice, cosine, even, expert_choice, noisy, sigmoid, softmax
 from terrace.model.experts.gating import Gating, Passage
-from terrace.model.experts.tally import Tally
 from terrace.model.grouped import Order, add_biases, collect, grouped_linear, spread
 from terrace.model.layers import MLP, gated_by
+
+_SENT, _RECEIVED, _MULTIPLIED = -3, -2, -1  # indices after the experts' counters
+
+
+class Tally:
+    """Adds counts of a step to `numbers` (E + 3), int64. Without `numbers` it stays closed and counts nothing.
+
+    It is open only during the first forward of a training micro-batch: recomputation and evaluation are not counted.
+    """
+
+    def __init__(self, numbers: Tensor | None = None) -> None:
+        self._numbers, self.is_open = torch.empty(0) if numbers is None else numbers, False
+
+    def choose(self, experts: Tensor) -> None:
+        """Count choices (T, k); -1 is none."""
+        if self.is_open:
+            flat = experts.flatten()
+            self._numbers.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))
+
+    def move(self, sent: int, received: int) -> None:
+        """Count rows that left this rank for their experts, and rows that arrived."""
+        if self.is_open:
+            self._numbers[_SENT] += sent
+            self._numbers[_RECEIVED] += received
+
+    def multiply(self, counts: Sequence[int]) -> None:
+        """Count the rows of each expert that this rank multiplied."""
+        if self.is_open:
+            self._numbers[_MULTIPLIED] += sum(counts)
+
 
 # Gates where tokens choose; noisy and cosine differ from softmax only in the logits.
 GATES = {"softmax": softmax.choose, "sigmoid": sigmoid.choose, "noisy": softmax.choose, "cosine": softmax.choose}

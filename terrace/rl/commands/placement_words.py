@@ -9,10 +9,12 @@ from terrace.plan.plan import AXES, Plan
 from terrace.program.verdict import judged
 from terrace.report.table import Table
 from terrace.report.tables import STEP_BAND
+from terrace.rl.config import RlConfig
 from terrace.rl.placement.dataflow import GENERATE, PREPARE, RESHARD, STAGES, TRAIN, Dataflow
 from terrace.rl.placement.generation import Generation
 from terrace.rl.placement.placement import IterationReport, PoolReport
 from terrace.rl.placement.pools import pool_cluster
+from terrace.rl.placing import ACTOR, ROLLOUT
 from terrace.simulate.bands import widest_band
 
 _OF_ROLES = (GENERATE, PREPARE, TRAIN)
@@ -160,4 +162,23 @@ def _generation(rows: int, found: Generation) -> str:
         f"  a replica of {counted(rows, 'rank')} has {running} {counted(found.sequences, 'response')} at a time: "
         f"prompts {seconds(found.prefill_s)}, responses {seconds(found.decode_s)}; "
         f"weights {quantity(found.weights_bytes, 'B')}, caches {quantity(found.cache_bytes, 'B')} a rank"
+    )
+
+
+def generators(config: RlConfig) -> str:
+    """The replicas that generate, or the servers."""
+    rows = config.run.rows
+    if config.rollout.is_served:
+        return f"{counted(len(config.rollout.urls), 'server')} ({config.rollout.server})"
+    drawing = config.places[ROLLOUT if config.is_apart else ACTOR].cluster.world_size
+    return f"{counted(drawing // rows, 'replica')} of {counted(rows, 'rank')}"
+
+
+def unrepeatable(config: RlConfig) -> str:
+    """A line on what servers cannot promise; "" without them."""
+    if not config.rollout.is_served:
+        return ""
+    return (
+        "\nwhat a server draws depends on the requests that run beside it: a run that is repeated or goes on has other "
+        "responses"
     )

@@ -42,8 +42,7 @@ from terrace.rl.calls.local import LocalRuntime
 from terrace.rl.calls.runtime import Runtime
 from terrace.rl.characters import CharacterTokenizer
 from terrace.rl.commands.devices import check_devices, unused_gpus
-from terrace.rl.commands.generator_words import generators, unrepeatable
-from terrace.rl.commands.placement_words import measured_words
+from terrace.rl.commands.placement_words import generators, measured_words, unrepeatable
 from terrace.rl.commands.record import METRICS, record_prediction, recording
 from terrace.rl.config import RlConfig, to_toml_table
 from terrace.rl.folder import FACTS

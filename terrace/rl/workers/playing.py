@@ -21,8 +21,8 @@ from terrace.base.errors import DataError
 from terrace.base.user_modules import shown_error
 from terrace.rl.values.prompts import Prompt
 from terrace.rl.workers.dialects import Dialect
+from terrace.rl.workers.reward_forms import shown_prompt, shown_value
 from terrace.rl.workers.reward_function import in_fp32
-from terrace.rl.workers.shown_values import shown_prompt, shown_value
 
 # A result, or the error: some, such as StopIteration and SystemExit, cannot pass through an event loop.
 Returned = tuple[Any, BaseException | None]

@@ -11,13 +11,18 @@ they return a number, or a mapping with the number under `score`.
 """
 
 import inspect
+import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from terrace.base.errors import ConfigError, TrainingError
 from terrace.rl.values.prompts import Sample
-from terrace.rl.workers.shown_values import shown_prompt
+
+_SHOWN = 60  # characters of a prompt in an error message
 
 Call = Callable[[Sequence[Sample], Sequence[Sequence[int]]], Iterable[Any]]  # (samples, tokens of responses) -> numbers
 _TRL, _VERL = "completions", "solution_str"  # the parameter that identifies the signature
@@ -147,3 +152,18 @@ def _check_given(name: str, signature: _Signature, given: Mapping[str, Any], sam
 
 def shown(sample: Sample) -> str:
     return shown_prompt(sample.prompt)
+
+
+def shown_prompt(text: str) -> str:
+    """A prompt, shortened for an error message."""
+    return repr(text if len(text) <= _SHOWN else text[:_SHOWN] + "...")
+
+
+def shown_value(value: Any) -> str:
+    """A short, one-line repr for an error message, even if the value's own __repr__ raises."""
+    if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+        return f"an array of shape {tuple(value.shape)}"
+    try:
+        return " ".join(reprlib.repr(value).split())
+    except (Exception, SystemExit):  # its own __repr__ raises
+        return f"a {type(value).__name__}"

@@ -29,8 +29,7 @@ from terrace.launch.world import World
 from terrace.rl.calls.call import call
 from terrace.rl.values.prompts import Sample
 from terrace.rl.values.rows import Rows
-from terrace.rl.workers.reward_forms import call_of, shown
-from terrace.rl.workers.shown_values import shown_value
+from terrace.rl.workers.reward_forms import call_of, shown, shown_value
 
 Function = Callable[..., Iterable[float]]
 _OBJECTS = ("prompt_texts", "finish", "data")  # columns

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from terrace.base.errors import ProgramError
 from terrace.comm.collectives import Collectives
 from terrace.model.balance import BalanceConfig
-from terrace.model.experts.mixture import Mixture
-from terrace.model.experts.tally import Tally
+from terrace.model.experts.mixture import Mixture, Tally
 from terrace.plan.counts import OF_ROWS, counted, num_counts
 from terrace.program.loads import Loads
 from terrace.program.message import Transfer
