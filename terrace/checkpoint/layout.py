@@ -119,7 +119,7 @@ def checkpoint_bytes(
                 own = 2 * (outer.delay > 0)
                 each = num_islands * (each + own * summed) + (outer.num_slices - own) * summed
             total += param.numel * each
-            if group == plan.update and rule.projects:
+            if group == optimizer.group and rule.projects:
                 total += param.num_parts * numbers_of(rule, param.part_shape) * summed
         total += choices_bytes(block)
     return total

@@ -51,6 +51,7 @@ from terrace.program.message import Transfer
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES |= {CODES.codec: torch.uint8, BYTES: torch.uint8, "packed": torch.bfloat16}
 
+NOTHING = torch.empty(0)
 _CACHED_NUMEL = 1 << 16
 
 Piece = Callable[[int], Tensor]
@@ -147,13 +148,20 @@ class Collectives:
             source = reduce_hop(transfer, hop, source, origin)
         return self._sum_messages(transfer, whole, source, origin) if whole else source
 
-    def sum_control(self, transfer: Transfer, values: Tensor, *, alone: bool = False) -> Tensor:
-        """Sum `values`, fp64, then rounding errors unless `alone`, over all ranks: bitwise equal on every rank."""
+    def sum_control(
+        self, transfer: Transfer, values: Tensor, largest: Tensor = NOTHING, *, alone: bool = False
+    ) -> Tensor:
+        """Sum `values`, fp64, then rounding errors unless `alone`, over all ranks: bitwise equal on every rank.
+
+        Behind the sums are the maxima of `largest`. nan wins.
+        """
         values = values if alone else torch.cat([values, self.errors.take()])
+        num_sums, values = len(values), torch.cat([values, largest.to(values)])
         for hop in transfer.gathering:
             # All ranks sum the same rows in the same order, so results are bitwise equal, which an all-reduce does not
             # guarantee.
-            values = self._gathered(transfer, hop, values).sum(0)
+            rows = self._gathered(transfer, hop, values)
+            values = torch.cat([rows[:, :num_sums].sum(0), rows[:, num_sums:].amax(0)])
         return values
 
     def gather_islands(self, transfer: Transfer, numbers: Tensor) -> Tensor:

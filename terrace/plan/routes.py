@@ -23,6 +23,7 @@ from terrace.plan.hops import Hop
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR
 from terrace.plan.outer import Exchange
 from terrace.plan.plan import Plan
+from terrace.plan.update import parse_update
 from terrace.plan.wire import (
     BETWEEN_STAGES,
     BYTES,
@@ -203,9 +204,15 @@ def control_numbers(layout: "Layout", plan: Plan, blocks: Sequence[BlockSpec]) -
     """Number of fp64 numbers in a control message.
 
     Squared gradient norm, loss and token count; router figures, if any block has a router; squared error and squared
-    norm of each lossy message class.
+    norm of each lossy message class; the largest score of each head under QK-clip.
     """
-    return 3 + len(FIGURES) * has_routers(blocks) + 2 * len(lossy_messages(layout, plan))
+    sums = 3 + len(FIGURES) * has_routers(blocks) + 2 * len(lossy_messages(layout, plan))
+    return sums + num_scores(plan, blocks)
+
+
+def num_scores(plan: Plan, blocks: Sequence[BlockSpec]) -> int:
+    """Number of largest scores that ranks exchange at the end of a step: one of each query head of the model."""
+    return sum(block.operations.core.heads for block in blocks) if parse_update(plan.update).clips_scores else 0
 
 
 def outer_hops(world: "Layout", plan: Plan, blocks: Sequence[BlockSpec], exchange: Exchange) -> tuple[Hop, ...]:

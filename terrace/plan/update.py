@@ -3,6 +3,8 @@
 adamw | lion | muon | sgd | sgd+momentum     SGD without momentum has no state
 galore:RANK | lsp:RANK:DENSITY               AdamW in a projected space of width RANK (terrace.plan.projected)
 own:CLASS | own:CLASS:STATE...               a user's class, with the names of its states (terrace.runtime.own_rule)
+
+Each may end in +qk_clip (terrace.plan.score_clip).
 """
 
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ Shape = tuple[int, ...]
 Extent = tuple[Shape, int, int]  # (shape of a matrix, its start and stop in the flat buffer)
 MatrixSlice = tuple[tuple[Shape, ...], int]  # (shapes that overlap a rank's slice, its elements behind all matrices)
 GALORE, LSP, OWN = "galore", "lsp", "own"
+QK_CLIP = "+qk_clip"
 EVERY = 200  # default of `optimizer.check_every`, in steps, which prices assume; T in GaLore's experiments
 _NUMBERS = {  # rule -> names of its numbers
     "adamw": (),
@@ -33,13 +36,14 @@ _WHOLE = ("muon", GALORE, LSP)
 class UpdateRule:
     """An update rule. `rank` is the width of the projected space, `density` the non-zeros in a projector's row.
 
-    `states` names the states of a user's own rule.
+    `states` names the states of a user's own rule. If it `clips_scores`, each step ends with QK-clip.
     """
 
     name: str
     rank: int = 0
     density: int = 0
     states: tuple[str, ...] = field(default=(), kw_only=True)
+    clips_scores: bool = field(default=False, kw_only=True)
 
     @property
     def takes_whole(self) -> bool:
@@ -54,15 +58,15 @@ class UpdateRule:
 @lru_cache(maxsize=256)
 def parse_update(text: Update) -> UpdateRule:
     """The rule that `plan.update` names. Raises `PlanError` for an unknown rule or invalid numbers."""
-    name, *numbers = text.split(":")
+    (name, *numbers), clips_scores = text.removesuffix(QK_CLIP).split(":"), text.endswith(QK_CLIP)
     if name == OWN and numbers:
-        return UpdateRule(name, states=tuple(numbers[1:]))
+        return UpdateRule(name, states=tuple(numbers[1:]), clips_scores=clips_scores)
     if name not in _NUMBERS:
         raise PlanError(f"update = {text!r} names no optimizer{did_you_mean(name, _NUMBERS)}")
     form = ":".join((name, *(number.upper() for number in _NUMBERS[name])))
     if len(numbers) != len(_NUMBERS[name]) or not all(each.isascii() and each.isdigit() for each in numbers):
         raise PlanError(f"update = {text!r} is not of the form {form!r}")
-    rule = UpdateRule(name, *map(int, numbers))
+    rule = UpdateRule(name, *map(int, numbers), clips_scores=clips_scores)
     if why := wrong_numbers(rule):
         raise PlanError(f"update = {text!r}: {why}")
     return rule

@@ -21,6 +21,7 @@ from terrace.plan.outer_rules import check_outer, check_outer_tier
 from terrace.plan.plan import AXES, Plan
 from terrace.plan.products import check_products
 from terrace.plan.recompute import WHOLE, Recomputation, meant, operations_named, parse_recomputation, recomputed_parts
+from terrace.plan.score_clip import check_score_clip
 from terrace.plan.stack_rules import (
     check_chunks,
     check_gaps,
@@ -64,6 +65,7 @@ def validate(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> Layou
     check_shares(cluster, plan, layout.settled())
     if parse_update(plan.update).takes_whole:
         check_whole_matrices(cluster, plan, blocks)
+    check_score_clip(plan, blocks)
     layout = layout.settled()
     check_software(cluster, plan, layout)
     return layout

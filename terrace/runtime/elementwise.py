@@ -83,9 +83,14 @@ class Elementwise:
         return self.states[0].tensor
 
     @property
+    def masters(self) -> list[tuple[int, State]]:
+        """The state of the parameters, with its first element."""
+        return [(0, self.states[0])]
+
+    @property
     def group(self) -> str:
         """Name of its group of states (`terrace.runtime.states`)."""
-        return self._config.update
+        return self._config.group
 
     @property
     def nbytes(self) -> int:

@@ -375,5 +375,6 @@ class Engine:
         self.below.close()
         self.comm.close()
         self.passages.remove()
+        self.runner.scores.remove()
         for axis in self.axes:
             axis.remove()

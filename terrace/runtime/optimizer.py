@@ -27,6 +27,10 @@ class Optimizer(Protocol):
         """The slice; a copy if it is kept below the device."""
 
     @property
+    def masters(self) -> Sequence[tuple[int, State]]:
+        """The states that together are `master`, each with its first element."""
+
+    @property
     def states(self) -> tuple[State, ...]:
         """All states, `master` included."""
 
@@ -59,7 +63,7 @@ class NoOptimizer:
 
     def __init__(self, *states: State) -> None:
         self.master, self.states, self.parts = torch.empty(0), states, list[StatePart]()
-        self.num_steps, self.nbytes = 0, 0
+        self.num_steps, self.nbytes, self.masters = 0, 0, list[tuple[int, State]]()
 
     def update(self, lr: float, gathered: Tensor | None = None) -> None:
         raise AssertionError("frozen parameters have no update")

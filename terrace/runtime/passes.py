@@ -5,7 +5,8 @@ program may run apart: the input gradient, and the weight gradients (terrace.run
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ from terrace.runtime.objective import (
 from terrace.runtime.random_state import restored
 from terrace.runtime.routing.load import Load
 from terrace.runtime.routing.passages import Passages
+
+if TYPE_CHECKING:
+    from terrace.runtime.score_clip import ScoreClip
 
 _NO_STATE = torch.empty(0)
 
@@ -98,8 +102,9 @@ class Passes:
         gradients: GradientMessages,
         weights: WeightGradients,
         load: Load,
+        scores: "ScoreClip",
     ) -> None:
-        self.calls, self._state, self._messages = calls, state, messages
+        self.calls, self._state, self._messages, self._scores = calls, state, messages, scores
         self._parameters, self._gradients, self._weights, self._load = parameters, gradients, weights, load
         self._clock, self._boundaries = messages.clock, state.below.boundaries
         modules = state.modules
@@ -133,8 +138,10 @@ class Passes:
         # Dropout must draw the same masks when the forward runs again.
         again = trains and now.block in calls.recomputed
         state = random_state(inputs.device) if again else _NO_STATE
-        counting = self._load.counting(now.block) if trains else nullcontext()
-        with counting, torch.set_grad_enabled(trains and not again):
+        with ExitStack() as first, torch.set_grad_enabled(trains and not again):
+            if trains:
+                first.enter_context(self._load.counting(now.block))
+                first.enter_context(self._scores.measuring(now.block))
             output = calls.run(now.block, inputs, now.micro)
             if trains and now.block in calls.leaving and shares(output, inputs):
                 output = output.clone()  # the next block reads it when the input has left

@@ -60,7 +60,7 @@ class ShardedProjected(ShardedMatrices):
         storage: Storage,
         others: type[Elementwise],
     ) -> None:
-        self.group = config.update
+        self.group = config.group
         super().__init__(master, gradient, start, matrices, config, compute, storage, others)
         self._rule = parse_update(config.update)
         self._projection = projection_of(config)

@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from terrace.base.errors import ConfigError, did_you_mean
-from terrace.plan.update import EVERY, GALORE, LSP, OWN, Update, UpdateRule, wrong_numbers
+from terrace.plan.update import EVERY, GALORE, LSP, OWN, QK_CLIP, Update, UpdateRule, wrong_numbers
 
 LARGEST = 1e6  # limit of a rate or a coefficient; a guess
 Name = Literal["adamw", "lion", "muon", "galore", "lsp", "sgd"]
@@ -29,6 +29,7 @@ class OptimizerConfig:
     eps: float = 1e-8  # of AdamW: added to the root of the mean square
     weight_decay: float = 0.1  # decoupled, times the learning rate
     clip: float = 1.0  # largest global gradient norm; 0: not clipped
+    qk_clip: float = 0.0  # largest attention score of a head (Kimi K2, arXiv 2507.20534, section 2.1); 0: not bounded
     momentum: float | None = None  # of muon, 0.95 by default, and of sgd, 0 by default
     newton_schulz_steps: int = 5  # of muon
     adamw_lr: float | None = (
@@ -54,7 +55,7 @@ class OptimizerConfig:
             raise ConfigError("optimizer.arguments has an lr: write optimizer.lr, which the schedule follows")
         if not self.eps > 0:
             raise ConfigError(f"optimizer.eps = {self.eps} must be positive: it divides where a gradient is zero")
-        for name in ("lr", "eps", "weight_decay", "clip", "adamw_lr", "scale"):
+        for name in ("lr", "eps", "weight_decay", "clip", "qk_clip", "adamw_lr", "scale"):
             value = getattr(self, name)
             if name in ("adamw_lr", "scale") and value is None:
                 continue
@@ -101,7 +102,12 @@ class OptimizerConfig:
 
     @property
     def update(self) -> Update:
-        """The update rule as `plan.update` names it; it determines which states a parameter has."""
+        """The update as `plan.update` names it: the rule, and whether the step ends with QK-clip."""
+        return self.group + QK_CLIP * (self.qk_clip > 0)
+
+    @property
+    def group(self) -> Update:
+        """The update rule alone, which determines the states of a parameter."""
         numbers = {GALORE: (self.rank,), LSP: (self.rank, self.density)}.get(self.name, ())
         if numbers:
             return ":".join(map(str, (self.name, *numbers)))

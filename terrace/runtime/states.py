@@ -55,4 +55,4 @@ def group_of(spec: ParamSpec, optimizer: OptimizerConfig, in_layer: bool) -> str
         return spec.code or FROZEN
     if parse_update(optimizer.update).takes_whole and not (in_layer and spec.decays):
         return ADAMW
-    return optimizer.update
+    return optimizer.group

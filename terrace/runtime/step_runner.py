@@ -45,6 +45,7 @@ from terrace.runtime.objective import Objective
 from terrace.runtime.passes import BlockCalls, Passes
 from terrace.runtime.routing.load import Load
 from terrace.runtime.routing.passages import Passages
+from terrace.runtime.score_clip import ScoreClip
 from terrace.runtime.step_sums import StepSums, end_gradients, own_sums
 
 
@@ -59,11 +60,12 @@ class Updates:
         parameters: ParameterMessages,
         gradients: GradientMessages,
         load: Load,
+        scores: ScoreClip,
         island: Island,
     ) -> None:
         self._state, self._messages, self._passes, self._gradients = state, messages, passes, gradients
         self._parameters = parameters
-        self._load, self._island = load, island
+        self._load, self._scores, self._island = load, scores, island
         self.lr = 0.0
         self.sums = StepSums.of(torch.zeros(3))  # until the first CLIP
         self.gives_up = False  # at the next CLIP of a training step, whatever its sums
@@ -92,16 +94,19 @@ class Updates:
             flats, step.loss, calls.batches, calls.objective, of_routers, counts_loss=self._counts_loss(calls.last)
         )
         total, (transfer,) = list[Tensor](), messages.program.message(now).transfers
-        collectives = messages.comm.collectives
-        messages.wait(messages.submit(lambda: total.append(collectives.sum_control(transfer, values))), "wait control")
+        collectives, largest = messages.comm.collectives, self._scores.largest
+        pending = messages.submit(lambda: total.append(collectives.sum_control(transfer, values, largest)))
+        messages.wait(pending, "wait control")
+        sums, of_heads = torch.split(total[0], [len(total[0]) - len(largest), len(largest)])
         counts = self._load.sums if calls.trains else None
-        self.sums = StepSums.of(total[0], len(of_routers), state.loss_scale.value, counts)
+        self.sums = StepSums.of(sums, len(of_routers), state.loss_scale.value, counts)
         self._scale = self.sums.scale(state.settings.clip)
         self._host_scale = self.sums.on_host().scale(state.settings.clip) if calls.trains else self._scale
         messages.clock.mark("clip")
         if calls.trains:
             end_gradients(flats, state.edges.values(), self.sums, self.gives_up)
             self._load.settle(self.sums.counts)
+            self._scores.settle(of_heads)
             self._island.numbers.stepped(self.sums.loss, self.sums.num_tokens)
             self._gradients.resting.begin_updates()
 
@@ -129,6 +134,7 @@ class Updates:
         self._parameters.open(now.block)
         for flat in self._state.trainable(now.block):
             flat.update(self._scale, self.lr)
+        self._scores.scale(now.block, self._state.trainable(now.block))
         self._gradients.resting.free(now.block)
         self._messages.clock.mark("update")
 
@@ -178,10 +184,13 @@ class StepRunner:
         self.parameters = ParameterMessages(state, messages)
         self.gradients = GradientMessages(state, messages, self.parameters)
         calls = BlockCalls(state, objective, axes, passages)
-        self.passes = Passes(calls, state, messages, self.parameters, self.gradients, weights, load)
+        self.scores = ScoreClip(comm.program, comm.rank, state.modules, state.settings.qk_clip, comm.device)
+        self.passes = Passes(calls, state, messages, self.parameters, self.gradients, weights, load, self.scores)
         self.island, self._load = Island(state), load
         self.exchanges = Exchanges(self.island, messages, self.parameters)
-        self.updates = Updates(state, messages, self.passes, self.parameters, self.gradients, load, self.island)
+        self.updates = Updates(
+            state, messages, self.passes, self.parameters, self.gradients, load, self.scores, self.island
+        )
         self.declared_bytes = Counter[tuple[MessageClass, str]]()  # by all programs that were run
         self.handlers = self._methods()
 
@@ -227,6 +236,7 @@ class StepRunner:
         self.passes.begin(batches)
         if program.trains:
             self._load.begin()
+            self.scores.begin()
         self.messages.clock.start()
         with torch.set_grad_enabled(program.trains):
             self.messages.run(program, self.handlers)

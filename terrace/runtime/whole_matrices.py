@@ -82,6 +82,12 @@ class ShardedMatrices:
         return torch.cat([self._parameters.tensor, *rest])
 
     @property
+    def masters(self) -> list[tuple[int, State]]:
+        """The states of the parameters, of matrices and of the rest, each with its first element."""
+        rest = () if self._rest is None else self._rest.states[:1]
+        return [(0, self._parameters), *((self._num_matrix, state) for state in rest)]
+
+    @property
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self._own) + (self._rest.nbytes if self._rest is not None else 0)
 

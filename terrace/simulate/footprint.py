@@ -44,6 +44,7 @@ from terrace.plan.recompute import recomputed_parts
 from terrace.plan.slices import spread_tables
 from terrace.plan.tables import TableTraffic
 from terrace.plan.tensor_traffic import TensorTraffic, shared_bytes
+from terrace.plan.update import parse_update
 from terrace.plan.wire import FORMATS, MessageClass
 from terrace.program.block_program.regions import tensor_steps
 from terrace.program.block_program.steps import messages_of
@@ -288,6 +289,7 @@ def work_of(
         and has_flash_attention(
             layer.core, sequence, plan.compute, backend or cluster.device.type, documents, attention
         ),
+        measures_scores=parse_update(plan.update).clips_scores,
         documents=documents,
         attention=attention,
         served=tuple(served),

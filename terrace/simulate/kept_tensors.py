@@ -27,6 +27,7 @@ from terrace.model import operations as ops
 from terrace.model.loss_chunks import chunk_bytes, chunk_rows
 from terrace.model.product_parts import converted_bytes
 from terrace.plan.plan import scales_rows
+from terrace.plan.score_clip import score_bytes
 from terrace.simulate.block_tape import BlockTape, Rule
 from terrace.simulate.delta import convolution_nodes, delta_nodes, gate_nodes
 from terrace.simulate.masks import CPU_PLAIN_SEQUENCE, copied_bytes, piece_tokens
@@ -156,9 +157,15 @@ def _activation(tape: BlockTape, activation: ops.Activation) -> Iterator[Node]:
 def _core(tape: BlockTape, core: ops.Core) -> Iterator[Node]:
     work, mixed = tape.work, core.target.name
     reads = operands = tuple(each.name for each in core.reads)
+    length = math.ceil(work.most_attended / work.micro_batch)
+    heads = work.attended_heads if work.is_spread else tape.units(core.source.features)
+    measured = score_bytes(length, heads, tape.item, tape.backend) if work.measures_scores else 0
     if work.is_spread:
-        yield _spread_core(tape, core)
+        node = _spread_core(tape, core)
+        yield node._replace(forward_adds=node.forward_adds + measured)
         return
+    if measured:
+        yield Node(reads[:2], tape.size("largest scores", 8 * heads), (), measured)
     if core.sinks and tape.backend == "cpu":  # in pairs of runs, which are views (terrace.model.sinks)
         log_sums = tape.size("log-sums", work.tokens * tape.units(core.source.features) * tape.wide)
         yield Node(reads, mixed, (*reads, mixed, log_sums), backward_adds=2 * tape.sizes[log_sums])

@@ -31,6 +31,7 @@ from terrace.simulate.mixture import LAYER_OPERATORS, Divided, Seconds, gate_sec
 from terrace.simulate.passes import joined, pass_seconds, recompute_s
 from terrace.simulate.scaled import Matrices, scaled_seconds
 from terrace.simulate.scaled import launches as scaled_launches
+from terrace.simulate.scores import scores_s
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:
@@ -110,7 +111,8 @@ def _block_seconds(device: Device, work: Work, accumulate: bool, divided: Divide
         # A small layer is bound by kernel launches on the host.
         host_s = device.kernels.host_layer_s * _launches(device, work, divided)
         forward_s, input_s, weight_s = _host_bound(forward_s, input_s, weight_s, host_s)
-    saved = saved_s(device, work)
+    measured_s = scores_s(device, work)
+    forward_s, saved = forward_s + measured_s, saved_s(device, work) + measured_s
     if work.recompute != "full":
         recompute_s = operation_seconds(device, work, work.operations) if work.operations else 0.0
     else:

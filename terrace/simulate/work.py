@@ -60,6 +60,7 @@ class Work:
     compute: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     products: str | None = None  # of layers, in 8 bits (terrace.plan.products); None: in `compute`
     codes_of_weights: bool = False  # weights are held as the codes of these products
+    measures_scores: bool = False  # a forward takes the largest score of each head (terrace.runtime.scores)
     documents: bool = False
     attention: AttentionChoice = "auto"
     served: tuple[Part, ...] = ()  # parts with kernels of liger-kernel (terrace.model.part_kernel)

@@ -1,6 +1,6 @@
 """Plain formulas of optimizers on whole parameters, and a training run with them in one process."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -91,6 +91,17 @@ def adamw_step(p: Tensor, g: Tensor, state: dict[str, Tensor], config: Optimizer
 @cache
 def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
     """Train on whole batches in this process, with the formulas of the papers."""
+    return train(model_name, batch, optimizer, run_blocks)
+
+
+def train(
+    model_name: str,
+    batch: int,
+    optimizer: OptimizerConfig,
+    logits_of: Callable[[Sequence[nn.Module], Tensor], Tensor],
+    after: Callable[[Sequence[nn.Module]], None] = lambda blocks: None,
+) -> Outcome:
+    """As `serial`, with logits (B, S, V) by a function of blocks and tokens, and a call `after` each update."""
     model = MODELS[model_name]
     blocks = model.blocks(torch.float64)
     stacks = {(spec.name, param.name) for spec in model.declared for param in spec.params if param.is_stack}
@@ -102,7 +113,7 @@ def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
             is_stack = bool(model.declared) and (model.declared[index].name, name) in stacks
             inner = 0 < index < len(blocks) - 1 and parameter.dim() - is_stack == 2
             of_all = own_step if optimizer.is_own else of_matrices if inner else adamw_step
-            rule = {"lion": lion_step, "sgd": sgd_step}.get(optimizer.name, of_all)
+            rule = {"adamw": adamw_step, "lion": lion_step, "sgd": sgd_step}.get(optimizer.name, of_all)
             names.setdefault(parameter, f"block.{index}.{name}")
             rules.setdefault(parameter, partial(each_part, rule) if is_stack else rule)
     trained = [parameter for parameter in rules if parameter.requires_grad]
@@ -110,7 +121,7 @@ def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
     losses, norms = [], []
     for step in range(NUM_STEPS):
         tokens, labels = make_batch(step, batch)
-        loss = model.objective(run_blocks(blocks, tokens), labels) / count_tokens(labels)
+        loss = model.objective(logits_of(blocks, tokens), labels) / count_tokens(labels)
         for parameter in trained:
             parameter.grad = None
         torch.autograd.backward(loss)
@@ -119,5 +130,6 @@ def serial(model_name: str, batch: int, optimizer: OptimizerConfig) -> Outcome:
             for parameter in trained:
                 assert parameter.grad is not None
                 rules[parameter](parameter.data, parameter.grad, states[parameter], optimizer, step + 1)
+            after(blocks)
         losses.append(float(loss.detach()))
     return Outcome(losses, norms, flatten(blocks))

@@ -32,8 +32,8 @@ def wrong_divisor(engine: Engine) -> None:
     """Divide by twice the number of tokens."""
     inner = engine.comm.collectives.sum_control
 
-    def doubled(transfer: Transfer, values: Tensor) -> Tensor:
-        total = inner(transfer, values)
+    def doubled(transfer: Transfer, values: Tensor, *rest: Tensor) -> Tensor:
+        total = inner(transfer, values, *rest)
         total[2] *= 2.0
         return total
 

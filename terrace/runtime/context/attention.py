@@ -39,20 +39,30 @@ from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.program.block_program.steps import ComputeKind
 from terrace.runtime.context.device_layout import DeviceLayout, UlyssesHeads
 from terrace.runtime.context.peer_exchange import PeerExchange, PendingRecv
+from terrace.runtime.scores import NO_SCORES, Scores
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, layout: DeviceLayout, sinks: Tensor = NO_SINKS) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: DeviceLayout,
+    sinks: Tensor = NO_SINKS,
+    scores: Scores = NO_SCORES,
+) -> Tensor:
     """Attention output (1, N, T, D) of this rank's queries over the keys and values (1, K, T, D) of all ranks.
 
-    `sinks` (N) are those of the query heads.
+    `sinks` (N) are those of the query heads, `scores` takes their largest ones.
     """
-    output: Tensor = _Attend.apply(query, key, value, sinks, layout)  # type: ignore[no-untyped-call]
+    output: Tensor = _Attend.apply(query, key, value, sinks, layout, scores)  # type: ignore[no-untyped-call]
     return output
 
 
 class _Attend(Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, layout: DeviceLayout) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, layout: DeviceLayout, scores: Scores
+    ) -> Tensor:
         ctx.layout = layout
         of_place = Heads(query.shape[1], key.shape[1], query.shape[3])
         ctx.heads = heads = UlyssesHeads(of_place, layout.comm.group.ulysses)
@@ -65,7 +75,8 @@ class _Attend(Function):
         into = ContextMessage(ContextLeg.INTO)
         own = layout.comm.start(into, layout.into, give, counts, query).whole(layout.num_attention_tokens)
         # Once all rounds have been merged, each rank for the heads with which it attends.
-        out, lse = with_sinks(*_forward(layout, *own), sinks[heads.of_queries(layout.comm.member)])
+        mine = heads.of_queries(layout.comm.member)
+        out, lse = with_sinks(*_forward(layout, scores.of(mine), *own), sinks[mine])
         ctx.save_for_backward(*own, out, lse, sinks)
         return _back(layout, heads, [out], backward=False)[0]
 
@@ -90,10 +101,10 @@ class _Attend(Function):
             part, of_sinks = heads.of_queries(layout.comm.member), sinks.new_zeros(sinks.shape)
             of_sinks[part] = sinks_gradient(own, out, lse, sinks[part])
         grads = _backward(layout, own, query, key, value, out, lse)
-        return *_back(layout, heads, grads, backward=True), of_sinks, None
+        return *_back(layout, heads, grads, backward=True), of_sinks, None, None
 
 
-def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(layout: DeviceLayout, scores: Scores, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Output and lse of queries (1, n, A, D) over the keys of all rounds; round 0's keys are (1, k, A, D)."""
     attended = Attended(query, layout.query_runs)
     keys: Sequence[Tensor] = (key, value)
@@ -103,7 +114,9 @@ def _forward(layout: DeviceLayout, query: Tensor, key: Tensor, value: Tensor) ->
         layout.comm.in_block.computes(ComputeKind.ROUND, step)
         for pair in layout.pairs(step, query.dtype):
             own = rows(query, pair.queries), rows(keys[0], pair.keys), rows(keys[1], pair.keys)
-            attended.add(pair.queries, *pair_forward(PairInputs(*own, pair.kind, pair.mask)))
+            inputs = PairInputs(*own, pair.kind, pair.mask)
+            scores.add_pair(inputs)
+            attended.add(pair.queries, *pair_forward(inputs))
         if pending is not None:
             keys = pending.whole(layout.ring_steps[step + 1].num_rows)
     return attended.result()

@@ -26,6 +26,7 @@ from terrace.runtime.context.device_layout import DeviceLayout
 from terrace.runtime.context.peer_exchange import PeerComm
 from terrace.runtime.context.states import RingRuns
 from terrace.runtime.in_block import InBlockAxis
+from terrace.runtime.scores import NO_SCORES
 from terrace.sequence.static import static_token_layouts
 from terrace.sequence.token_layout import TokenLayout
 from terrace.sequence.traffic import sent_bytes
@@ -58,11 +59,10 @@ class ContextAxis(InBlockAxis):
                 module.runs = runs
         # Kept to restore the blocks on `remove`.
         self._replaced: list[tuple[PlannedAttention, Plans]] = [(attention, attention.plans) for attention in modules]
-        layers = [_OfWindow(self, index) for index in range(len(windows))]
         for attention in modules:
             own = attention.plans
             index = windows.index(own.window) if isinstance(own, AttentionPlans) else 0
-            attention.plans = layers[index] if index else self
+            attention.plans = LayerPlans(self, index)
 
     @property
     def declared(self) -> Mapping[tuple[MessageClass, str], int]:
@@ -146,16 +146,9 @@ class ContextAxis(InBlockAxis):
         """Select the micro-batch of the following passes."""
         self._micro = micro
 
-    def plan(self, positions: Tensor | None, query: Tensor) -> "ContextAxis":
-        """Returns itself: the current micro-batch's layout replaces a mask plan."""
-        return self
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS, *, window: int = 0) -> Tensor:
-        """Attention of the local tokens (1, N, T, D) over the keys and values (1, K, T, D) of all ranks.
-
-        `sinks` are of this rank's heads (N), `window` is an index into the model's windows.
-        """
-        return attend(query, key, value, self._layouts[self._micro].of_window(window), sinks)
+    def layout(self, window: int) -> DeviceLayout:
+        """The layout of the current micro-batch, for layers with a window by its index into the model's windows."""
+        return self._layouts[self._micro].of_window(window)
 
 
 def check_declared(blocks: Mapping[str, nn.Module]) -> None:
@@ -170,18 +163,22 @@ def check_declared(blocks: Mapping[str, nn.Module]) -> None:
             )
 
 
-class _OfWindow:
-    """The axis for layers with a window other than the model's first."""
+class LayerPlans:
+    """The axis in place of a layer's mask plans. `scores` takes the layer's largest scores."""
 
-    def __init__(self, axis: ContextAxis, index: int) -> None:
-        self._axis, self._index = axis, index
+    def __init__(self, axis: ContextAxis, window: int) -> None:
+        self._axis, self._window, self.scores = axis, window, NO_SCORES
 
-    def plan(self, positions: Tensor | None, query: Tensor) -> "_OfWindow":
-        """Returns itself, like `ContextAxis.plan`."""
+    def plan(self, positions: Tensor | None, query: Tensor) -> "LayerPlans":
+        """Returns itself: the current micro-batch's layout replaces a mask plan."""
         return self
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor = NO_SINKS) -> Tensor:
-        return self._axis.attend(query, key, value, sinks, window=self._index)
+        """Attention of the local tokens (1, N, T, D) over the keys and values (1, K, T, D) of all ranks.
+
+        `sinks` are of this rank's heads (N).
+        """
+        return attend(query, key, value, self._axis.layout(self._window), sinks, self.scores)
 
 
 def _windows(program: Program, modules: Iterable[PlannedAttention]) -> tuple[int, ...]:
