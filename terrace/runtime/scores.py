@@ -90,6 +90,7 @@ class Scores:
                 scores.masked_fill_(part.hidden, -torch.inf)
             found = scores.amax((1, 2)).clamp_(max=most)
             self.largest.copy_(torch.maximum(self.largest, found.to(self.largest.dtype)))
+            del scores  # before the next part's are made
 
 
 def _causal(first: Tensor, most: int, device: torch.device) -> Iterator[_Part]:

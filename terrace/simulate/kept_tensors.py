@@ -155,17 +155,22 @@ def _activation(tape: BlockTape, activation: ops.Activation) -> Iterator[Node]:
 
 
 def _core(tape: BlockTape, core: ops.Core) -> Iterator[Node]:
+    """The nodes of attention. Scores are measured before its first kernel, in a ring between messages of keys."""
+    work = tape.work
+    length = math.ceil(work.most_attended / work.micro_batch)
+    measured = score_bytes(length, work.attended_heads, tape.item, tape.backend) if work.measures_scores else 0
+    for node in _attention(tape, core):
+        adds = node.forward_adds + measured if work.is_spread else max(node.forward_adds, measured)
+        yield node._replace(forward_adds=adds)
+        measured = 0
+
+
+def _attention(tape: BlockTape, core: ops.Core) -> Iterator[Node]:
     work, mixed = tape.work, core.target.name
     reads = operands = tuple(each.name for each in core.reads)
-    length = math.ceil(work.most_attended / work.micro_batch)
-    heads = work.attended_heads if work.is_spread else tape.units(core.source.features)
-    measured = score_bytes(length, heads, tape.item, tape.backend) if work.measures_scores else 0
     if work.is_spread:
-        node = _spread_core(tape, core)
-        yield node._replace(forward_adds=node.forward_adds + measured)
+        yield _spread_core(tape, core)
         return
-    if measured:
-        yield Node(reads[:2], tape.size("largest scores", 8 * heads), (), measured)
     if core.sinks and tape.backend == "cpu":  # in pairs of runs, which are views (terrace.model.sinks)
         log_sums = tape.size("log-sums", work.tokens * tape.units(core.source.features) * tape.wide)
         yield Node(reads, mixed, (*reads, mixed, log_sums), backward_adds=2 * tape.sizes[log_sums])

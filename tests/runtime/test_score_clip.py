@@ -18,10 +18,15 @@ from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.plan.score_clip import MOST_SCORES
 from terrace.plan.validate import validate
+from terrace.plan.wire import MessageClass
+from terrace.program.lowering import build
 from terrace.runtime.batch import Batch
 from terrace.runtime.describe import describe
 from terrace.runtime.scores import MeasuredPlans, Scores
 from terrace.runtime.settings import OptimizerConfig
+from terrace.simulate.activations import activations_of
+from terrace.simulate.cost import step_costs
+from terrace.simulate.footprint import work_of
 from tests.support.nightly import nightly
 from tests.support.optimizer_reference import NUM_STEPS, train
 from tests.support.parity import TOLERANCE, Case, Outcome, case_words, deviation, exact, num_rows, run
@@ -187,6 +192,25 @@ def test_a_narrow_master_takes_the_scaling_in_the_mean() -> None:
     mean = float(flat.optimizer.master[begin : begin + 256].double().mean())
     engine.close()
     assert abs(mean - 0.998**0.5) < 4e-4
+
+
+@pytest.mark.parametrize("mapping", [{}, {"package": context(1, 2)}], ids=["data", "ring"])
+def test_seconds_memory_and_bytes_are_predicted(mapping: dict[str, Any]) -> None:
+    """Forwards take longer, recomputation does not; a part of the scores is in the peak; CLIP has a number a head."""
+    specs, cluster = MODELS["wide llama, 8 kv heads"].declared, cluster_of(2)
+    costs, sent, peaks, heads = [], [], [], 16
+    for update in ("muon", "muon+qk_clip"):
+        plan = zero("zero1", (2,), mapping=mapping, update=update, recompute=("layers.0",))
+        program = build(cluster, plan, specs, 1, 512)
+        work = work_of(cluster, plan, specs[1].operations, 512)
+        costs.append(step_costs(program, work))
+        sent.append(program.sent_bytes[MessageClass.CONTROL, "package"])
+        peaks.append(activations_of(work, specs[1], "cuda").forward_peak_bytes)
+    plain, clipped = costs
+    assert all(0 < plain.forward_s[block] < clipped.forward_s[block] for block in (1, 2))
+    assert clipped.recompute_s(1) == pytest.approx(plain.recompute_s(1), rel=1e-12)
+    assert sent[1] - sent[0] == 8 * heads
+    assert peaks[1] > peaks[0]
 
 
 REFUSED = {
