@@ -53,9 +53,12 @@ def _norm(norm: ops.Norm) -> Passes:
     return Passes(((norm.source, 2, 5),), (1, 1))
 
 
-def _sum(operation: ops.Sum) -> Passes:
-    # One more kernel backward, for a layer norm's gradients of weight and bias: a layer has as many norms as sums.
-    return Passes(((operation.target, 3, 3),), (1, 2))
+def _result(forward: int, backward: int, kernels: tuple[int, int] = (1, 1)) -> Callable[[ops.Operation], Passes]:
+    """The rule of operations that read and write so many tensors of the size of their result."""
+    return lambda operation: Passes(((operation.target, forward, backward),), kernels)
+
+
+_SINKS = _result(2, 2)  # of a core that has some
 
 
 def _activation(activation: ops.Activation) -> Passes:
@@ -63,43 +66,28 @@ def _activation(activation: ops.Activation) -> Passes:
     return Passes(((activation.target, operands + 1, 2 * operands + 1),), (1, 1))
 
 
-def _convolution(convolution: ops.Convolution) -> Passes:
-    return Passes(((convolution.target, 2, 5),), (1, 1))
-
-
-def _gate(gate: ops.Gate) -> Passes:
-    return Passes(((gate.target, 3, 5),), (1, 1))
-
-
-def _rotary(rotary: ops.Rotary) -> Passes:
-    return Passes(tuple((operand, 2, 2) for operand in rotary.reads), (1, 1))
-
-
-def _join(join: ops.Join) -> Passes:
-    return Passes(((join.target, 2, 2),), (1, 1))
+def _operands(operation: ops.Operation) -> Passes:
+    return Passes(tuple((operand, 2, 2) for operand in operation.reads), (1, 1))
 
 
 def _scale(scale: ops.Scale) -> Passes:
     return _NONE if scale.source.tokens is ops.Tokens.STREAM else Passes(((scale.source, 2, 2),), (1, 1))
 
 
-def _nothing(operation: ops.Operation) -> Passes:
-    return _NONE
-
-
-# For products see `_bias_gradients`, for cores `_layout`; the rest is priced in terrace.simulate.layers.
+# For products see `_bias_gradients`, for cores `_passes_of`; the rest is priced in terrace.simulate.layers.
 _PASSES: Mapping[type[ops.Operation], Callable[[Any], Passes]] = {
     **dict.fromkeys(
         (ops.Enter, ops.Product, ops.Core, ops.Delta, ops.Mixture, ops.LookUp, ops.Loss, ops.Score, ops.PlainProduct),
-        _nothing,
+        lambda operation: _NONE,
     ),
     ops.Norm: _norm,
-    ops.Sum: _sum,
-    ops.Convolution: _convolution,
-    ops.Gate: _gate,
+    # One more kernel backward, for a layer norm's gradients of weight and bias: a layer has as many norms as sums.
+    ops.Sum: _result(3, 3, kernels=(1, 2)),
+    ops.Convolution: _result(2, 5),
+    ops.Gate: _result(3, 5),
     ops.Activation: _activation,
-    ops.Rotary: _rotary,
-    ops.Join: _join,
+    ops.Rotary: _operands,
+    ops.Join: _result(2, 2),
     ops.Scale: _scale,
 }
 
@@ -123,8 +111,8 @@ def _passes_of(layer: ops.Operations, flash: bool) -> Passes:
     """All passes of a layer, summed per tensor size."""
     found = [_PASSES[type(operation)](operation) for operation in layer.passed]
     found += [_bias_gradients(group, layer) for group in joined(layer)]
-    found += [] if flash else [_layout(core) for core in layer.of(ops.Core)]
-    found += [_sinks(core) for core in layer.of(ops.Core) if core.sinks]
+    found += [] if flash else [_operands(core) for core in layer.of(ops.Core)]
+    found += [_SINKS(core) for core in layer.of(ops.Core) if core.sinks]
     found += _counted_twice(layer)
     reads, reads_back = Counter[ops.Tensor](), Counter[ops.Tensor]()
     for passes in found:
@@ -135,14 +123,6 @@ def _passes_of(layer: ops.Operations, flash: bool) -> Passes:
             reads_back[sized] += backward
     kernels = sum(passes.kernels[0] for passes in found), sum(passes.kernels[1] for passes in found)
     return Passes(tuple((tensor, reads[tensor], reads_back[tensor]) for tensor in reads), kernels)
-
-
-def _layout(core: ops.Core) -> Passes:
-    return Passes(tuple((operand, 2, 2) for operand in core.reads), (1, 1))
-
-
-def _sinks(core: ops.Core) -> Passes:
-    return Passes(((core.target, 2, 2),), (1, 1))
 
 
 def _bias_gradients(group: Sequence[ops.Product], layer: ops.Operations) -> Passes:
