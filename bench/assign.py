@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from bench.claims import Claim, judge, measured, options_for_claims, print_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
-from terrace.lab.policies.bound import makespan_bound_s
-from terrace.lab.policies.costs import POLICIES, policy_costs
+from terrace.lab.policies.costs import POLICIES, makespan_bound_s, policy_costs
 from terrace.lab.policies.distributions import batches, bimodal, one_huge, sample
 from terrace.sequence.assign import assign
 from terrace.sequence.capacity import ring_rank_capacity

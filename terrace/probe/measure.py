@@ -1,23 +1,27 @@
 """All measurements of one rank, in order, within a time budget that is split over the parts."""
 
+import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
 
 import torch
 
-from terrace.accelerator import num_cores
-from terrace.base.errors import ConfigError
+from terrace.accelerator import HOST, has_streams, num_cores
+from terrace.base.errors import ConfigError, TerraceError
 from terrace.cluster.cluster import Cluster
-from terrace.comm.pace import Pace, pace_of
+from terrace.comm.ledger import Ledger
+from terrace.comm.pace import UNPACED, Pace, pace_of
 from terrace.comm.process_group import rank_device
 from terrace.launch.start import pace
 from terrace.launch.watchdog import watch as watchdog
 from terrace.launch.world import World
-from terrace.probe.below_rates import measure_disk, measure_host
+from terrace.plan.keep import Keep
+from terrace.plan.kept_rows import RowPages
+from terrace.probe.below import NO_MEDIUM, MediumSample
 from terrace.probe.compute import (
     COMPILES_BY,
     TRAINS_IN,
@@ -34,7 +38,19 @@ from terrace.probe.links import FIRST_BYTES, LARGEST_BYTES, TierLinks, aligned, 
 from terrace.probe.samples import PairSample, Samples, TierSamples
 from terrace.probe.sustained import HEAT_S, measure_kernels, measure_speeds, measure_sustained
 from terrace.probe.timing import Stopwatch
+from terrace.runtime.clock import NO_CLOCK, make_clock
+from terrace.runtime.kept.channel import Channel
+from terrace.runtime.kept.file import KeptFile
+from terrace.runtime.kept.host import HostMemory
+from terrace.runtime.kept.host_rate import update_rate
+from terrace.runtime.kept.ring import Ring, make_slots
+from terrace.runtime.kept.rows import RowsOnDisk
 from terrace.runtime.malloc import keep_freed_memory
+
+_PIECE_BYTES = 8 * Keep().piece  # of the moments of AdamW in fp32
+_NUM_PIECES = 12
+# Each has a page of 4 kB: 134 MB, of which random places are rarely neighbours.
+_ROWS = RowPages(medium="disk", num_rows=1 << 15, width=256, formats=("fp32",) * 3)
 
 _TIMEOUT_S = 120.0  # without progress of a rank: the probe has stopped
 # Shares of the budget; they sum to one.
@@ -185,3 +201,47 @@ def _size(watch: Stopwatch, links: TierLinks, each_s: float) -> int:
     first_s = watch.seconds(links.call("gather", first), each_s, agreed=True)
     times = max(1.0, each_s / 16 / first_s)
     return aligned(int(min(FIRST_BYTES * times, LARGEST_BYTES[watch.device.type])), links.degree)
+
+
+def measure_disk(watch: Stopwatch, folder: Path, num_ranks: int) -> MediumSample:
+    """Pass pieces and pages for about two seconds. Every rank must call this at the same point."""
+    rate, pages = 0.0, (0.0, 0.0)
+    with suppress(TerraceError):
+        file = KeptFile(folder, [_PIECE_BYTES] * _NUM_PIECES)
+        slots = make_slots(Keep().ring, _PIECE_BYTES, HOST)
+        channel = Channel(file, Ledger(), "disk")
+        rate = Ring(channel, range(_NUM_PIECES), slots, make_clock(HOST)).rate()
+        rows = RowsOnDisk(_ROWS, channel, NO_CLOCK, UNPACED, 1, folder)
+        pages = rows.page_rates()
+        channel.close()
+        rows.close()
+    # One rank without a disk leaves all without.
+    if -watch.largest(-rate) <= 0.0:
+        return NO_MEDIUM
+    free = os.statvfs(folder)
+    free_bytes = -watch.largest(-float(free.f_bavail * free.f_frsize))
+    reads, writes = map(watch.mean, pages)
+    return MediumSample(
+        bytes_per_s=watch.mean(rate),
+        free_bytes=free_bytes,
+        pages_read_per_s=reads,
+        pages_written_per_s=writes,
+        num_ranks=num_ranks,
+    )
+
+
+def measure_host(watch: Stopwatch, device: torch.device, num_ranks: int) -> MediumSample:
+    """The same for the host's memory below a device with one of its own, and for updates on the host's cores."""
+    if not has_streams(device):
+        return NO_MEDIUM
+    memory = HostMemory([_PIECE_BYTES] * _NUM_PIECES)
+    channel = Channel(memory, Ledger(), "host")
+    rate = Ring(channel, range(_NUM_PIECES), make_slots(Keep().ring, _PIECE_BYTES, device), make_clock(HOST)).rate()
+    channel.close()
+    free_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return MediumSample(
+        bytes_per_s=watch.mean(rate),
+        free_bytes=-watch.largest(-float(free_bytes)),
+        update_bytes_per_s=watch.mean(update_rate()),
+        num_ranks=num_ranks,
+    )

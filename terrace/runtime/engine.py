@@ -18,10 +18,10 @@ from terrace.plan.pruning import check_pruning
 from terrace.plan.routes import lossy_messages
 from terrace.plan.wire import MessageClass
 from terrace.program.cycle import exchanging, outer_program
+from terrace.program.exchange import OuterResult
 from terrace.program.instruction import Phase
 from terrace.program.loads import Loads
 from terrace.program.lowering import build, build_stages, forward_programs, restoring_program
-from terrace.program.outer_result import OuterResult
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.verify import verify

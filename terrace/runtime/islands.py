@@ -15,10 +15,9 @@ from terrace.comm.collectives import Collectives
 from terrace.comm.lane import Ticket
 from terrace.plan.outer import Exchange, closing
 from terrace.plan.routes import OUTER_FIGURES
-from terrace.program.exchange import exchanged
+from terrace.program.exchange import OuterResult, exchanged
 from terrace.program.instruction import Instruction
 from terrace.program.message import Transfer
-from terrace.program.outer_result import OuterResult
 from terrace.program.program import Program
 from terrace.runtime.block_messages import ParameterMessages
 from terrace.runtime.flat_param import FlatParam

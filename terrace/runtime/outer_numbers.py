@@ -9,7 +9,7 @@ from torch import Tensor
 from terrace.plan.layout import Layout, island_ranks
 from terrace.plan.outer import Outer
 from terrace.plan.routes import OUTER_FIGURES
-from terrace.program.outer_result import OuterResult
+from terrace.program.exchange import OuterResult
 
 TOKENS, LOSS, CHANGE, MEANWHILE, MEAN = range(len(OUTER_FIGURES))
 BEFORE = len(OUTER_FIGURES)  # the CHANGE of the exchange before

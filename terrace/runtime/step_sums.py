@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from terrace.comm.rounding import Origin, relative_errors
+from terrace.program.exchange import OuterResult
 from terrace.program.loads import Loads
-from terrace.program.outer_result import OuterResult
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from terrace.runtime.objective import Objective, ignored_label, num_counted

@@ -15,7 +15,7 @@ from terrace.base.foreign import read_lines
 from terrace.base.sealed import sealed_json
 from terrace.checkpoint.saved import Saved
 from terrace.cluster.cluster import Cluster
-from terrace.program.outer_result import OuterResult
+from terrace.program.exchange import OuterResult
 from terrace.program.report import StepReport
 
 # Bounds of kept figures, so that memory does not grow with a run.

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.cluster.presets import load_cluster
-from terrace.lab.policies.bound import makespan_bound_s
+from terrace.lab.policies.costs import makespan_bound_s
 from terrace.lab.policies.distributions import bimodal, one_huge, sample
 from terrace.sequence.assign import Assignment, assign
 from terrace.sequence.cost import WorkCost

@@ -8,7 +8,7 @@ import pytest
 from terrace.accelerator import HOST
 from terrace.cluster.presets import load_cluster
 from terrace.probe.below import NO_MEDIUM, MediumSample, with_medium
-from terrace.probe.below_rates import measure_disk, measure_host
+from terrace.probe.measure import measure_disk, measure_host
 from terrace.probe.timing import Stopwatch
 from terrace.runtime.kept.host_rate import update_rate
 from tests.support.toys import cluster_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from terrace.program.outer_result import OuterResult
+from terrace.program.exchange import OuterResult
 from terrace.runtime.islands import DivergedError, Island
 from terrace.runtime.outer_numbers import BEFORE, CHANGE, LOSS, MEAN, NUM_HEARD, TOKENS, OuterNumbers
 
