@@ -175,10 +175,6 @@ class Plan:
     def with_routing_of(self, other: "Plan") -> "Plan":
         return replace(self, expert_chunks=other.expert_chunks, expert_gaps=other.expert_gaps)
 
-    def with_whole_stacks(self) -> "Plan":
-        """The plan with all experts on every rank."""
-        return replace(self, experts={}, expert_chunks={})
-
     @property
     def chosen(self) -> dict[str, Any]:
         """The keys whose missing values are chosen when a step is built."""

@@ -18,7 +18,6 @@ from terrace.program.schedules.registry import orders_for, schedule_names, takes
 from terrace.program.shares import share
 
 SERIAL = "serial"  # the name of having no pipeline
-SIMPLEST = "1f1b"
 MOST_PASSES = 200_000  # of micro-batches through virtual stages: orders that are played in tenths of a second
 MOST_CHUNKS = 8  # beyond, the bubble is small and every further boundary is one more message
 

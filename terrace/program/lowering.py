@@ -225,13 +225,6 @@ def _stages(model: ShardedModel, blocks: Sequence[BlockSpec], num_stages: int, n
     return make_stages(plan, blocks, num_stages, num_micros, model.sequence, sizes, memory_bytes)
 
 
-def lengthened(program: Program, num_micros: int) -> Program:
-    """`program`, of a plan without a pipeline, with `num_micros` micro-batches; everything else is shared."""
-    stage = whole_stage(len(program.blocks), num_micros, program.plan.unit)
-    longer = replace(program, stage=stage)
-    return replace(longer, instructions=_written(longer, [stage]))
-
-
 def forward_programs(programs: Sequence[Program]) -> list[Program]:
     """Forward-only programs for the stages of `programs`, the training programs of all stages.
 

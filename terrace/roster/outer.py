@@ -28,26 +28,6 @@ def num_slices(outer: Outer) -> int:
     return 2 + (outer.optimizer != "average")
 
 
-def scratch_numel(numel: int, num_islands: int) -> int:
-    """Elements that an exchange needs beside the message while it lasts: a part that is added up, and one received."""
-    return 2 * (-(-numel // num_islands)) if num_islands > 1 else 0
-
-
-def sums_bytes(numel: int, element_bytes: int, place: int, num_islands: int) -> int:
-    """Bytes that island `place` of n sends for the sums of `numel` elements."""
-    own = _numel(numel, place, num_islands)
-    return element_bytes * ((numel - own) + (num_islands - 1) * own)
-
-
-def healing_bytes(numel: int, element_bytes: int, place: int, num_holders: int) -> int:
-    """Bytes that holder `place` sends to each island that is healed; `numel` elements of anchor and momentum."""
-    return element_bytes * _numel(numel, place, num_holders)
-
-
-def _numel(numel: int, place: int, num: int) -> int:
-    return numel * (place + 1) // num - numel * place // num
-
-
 def _part(numel: int, place: int, num: int) -> slice:
     return slice(numel * place // num, numel * (place + 1) // num)
 

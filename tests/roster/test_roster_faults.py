@@ -9,7 +9,6 @@ import pytest
 
 from terrace.base.errors import TrainingError
 from terrace.roster.entries import Attempted, Committed, Dealt, Gone, Terms
-from terrace.roster.outer import healing_bytes, sums_bytes
 from terrace.roster.place import Log, read_log
 from tests.support.nightly import nightly
 from tests.support.roster_islands import (
@@ -29,6 +28,21 @@ from tests.support.roster_replay import Replayed, replayed
 
 TERMS = Terms(every=2, steps=10, rounds=6, patience_s=4.0)
 STATE_BYTES = 2 * NUMEL * 8
+
+
+def sums_bytes(numel: int, element_bytes: int, place: int, num_islands: int) -> int:
+    """Bytes that island `place` of n sends for the sums of `numel` elements."""
+    own = _numel(numel, place, num_islands)
+    return element_bytes * ((numel - own) + (num_islands - 1) * own)
+
+
+def healing_bytes(numel: int, element_bytes: int, place: int, num_holders: int) -> int:
+    """Bytes that holder `place` sends to each island that is healed; `numel` elements of anchor and momentum."""
+    return element_bytes * _numel(numel, place, num_holders)
+
+
+def _numel(numel: int, place: int, num: int) -> int:
+    return numel * (place + 1) // num - numel * place // num
 
 
 def replay(log: Path) -> Replayed:

@@ -22,7 +22,6 @@ from terrace.model.config import ModelConfig
 from terrace.model.hf.names import NAMES
 
 HUGGING_FACE, TORCHTITAN = "hf", "torchtitan"
-NAMINGS = (HUGGING_FACE, TORCHTITAN)
 OPTIMIZER = "optimizer"  # key of the optimizer states in a state dict
 
 _EMBEDDING = "model.embed_tokens.weight"
