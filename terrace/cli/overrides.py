@@ -7,8 +7,7 @@ from terrace.base.errors import ConfigError
 from terrace.base.schema import merge, parse_override
 from terrace.cli.here import named_table
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets import lay_over, parse_cluster
-from terrace.cluster.presets.__init__ import sizes_for
+from terrace.cluster.presets import lay_over, parse_cluster, sizes_for
 from terrace.plan.presets import PRESETS
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from terrace.base.errors import ClusterError
 from terrace.base.words import counted
-from terrace.cluster.presets import cluster_table, lay_over
-from terrace.cluster.presets.__init__ import sizes_for
+from terrace.cluster.presets import cluster_table, lay_over, sizes_for
 from terrace.launch.machines import MACHINE_TIERS
 from terrace.probe.environment import Ranks
 from terrace.probe.gpus import Gpus

@@ -12,7 +12,7 @@ from terrace.cli.main import main
 from terrace.cli.options import resolve_run
 from terrace.cli.train import _table
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.presets.__init__ import sizes_for
+from terrace.cluster.presets import sizes_for
 from terrace.train.config import run_toml
 from terrace.train.resolve import parse_run
 from tests.support.tiny_runs import one_line
