@@ -7,7 +7,7 @@ from dataclasses import replace
 from terrace.base.errors import PlanError, TerraceError
 from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.headroom import headroom_bytes, room_words
+from terrace.cluster.device import headroom_bytes, room_words
 from terrace.launch.launchers import is_launched
 from terrace.plan.plan import precision_of
 from terrace.planner.bottleneck import Bottleneck, better_plan, bottleneck
@@ -17,8 +17,7 @@ from terrace.probe.findings import Finding
 from terrace.probe.machine import Machine
 from terrace.report.plans import plan_words
 from terrace.simulate.bands import band_of
-from terrace.simulate.fullest import fullest_stage
-from terrace.simulate.worst_load import worst_words
+from terrace.simulate.fullest import fullest_stage, worst_words
 from terrace.train.config import RunConfig
 from terrace.train.planned import torchrun
 from terrace.train.prediction import checked_programs, job_of, resolved_run

@@ -21,7 +21,7 @@ from terrace.report.step_sections import blocks_section, bytes_section, memory_s
 from terrace.report.step_view import StepView, step_words
 from terrace.report.tables import plan_summary
 from terrace.runtime.compiled import compiles_words
-from terrace.simulate.worst_load import worst_words
+from terrace.simulate.fullest import worst_words
 from terrace.train.config import RunConfig
 from terrace.train.folder import start_words
 from terrace.train.job import RunJob

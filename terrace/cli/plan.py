@@ -68,10 +68,9 @@ from terrace.report.tables import plan_table, sent_table, with_media
 from terrace.report.training_cost import energy_words, parse_tokens, throughput_words, training_words
 from terrace.report.uncertainty import add_regrets, doubt_words, plan_bands_words, search_words, ties_words, widest_band
 from terrace.simulate.bands import Band, band_of
-from terrace.simulate.fullest import Job
+from terrace.simulate.fullest import Job, worst_words
 from terrace.simulate.hidden import hidden_between_nodes
 from terrace.simulate.step import predict_step
-from terrace.simulate.worst_load import worst_words
 from terrace.train.planned import TASK, num_machines, planned_table, read_planned, torchrun
 
 if TYPE_CHECKING:

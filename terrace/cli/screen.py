@@ -21,8 +21,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.comm.process_group import rank_device
 from terrace.data.chat_tokens import holds_conversations
 from terrace.model.facts import family_of, has_scalar_head, is_causal
-from terrace.program.report import StepReport, plain
-from terrace.program.verdict import why_no_verdict
+from terrace.program.report import StepReport, plain, why_no_verdict
 from terrace.report.inside import ASSIGNED
 from terrace.report.loads import load_words
 from terrace.report.plot import loss_svg

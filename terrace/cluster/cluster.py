@@ -20,8 +20,8 @@ from terrace.cluster.below import Mark, settled, wrong_below
 from terrace.cluster.device import DTYPES as DTYPES
 from terrace.cluster.device import LEAST_RATE, LONGEST_S, MOST_RATE, check_device, check_marks, check_share
 from terrace.cluster.device import Device as Device
+from terrace.cluster.device import Kernels as Kernels
 from terrace.cluster.failures import NO_FAILURES, Failures, wrong_failures
-from terrace.cluster.kernels import Kernels as Kernels
 from terrace.cluster.members import Member, check_members, first_members, slowest_link
 from terrace.cluster.width import Tree, wrong_width
 from terrace.cluster.wiring import by_degree, wrong_links

@@ -10,8 +10,7 @@ from dataclasses import replace
 
 from terrace.base.errors import ClusterError, did_you_mean
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.device import Device
-from terrace.cluster.kernels import Kernels
+from terrace.cluster.device import Device, Kernels
 from terrace.cluster.software import OWN, KernelForms, MessageForms, PlanForms, Software
 
 # Forward: copy to fp32 6, maximum 4, subtraction 8, exponent 8, sum 4, division 8; backward: product 8, copy 6

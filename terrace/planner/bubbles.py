@@ -11,8 +11,7 @@ from typing import NamedTuple
 from terrace.base.errors import PlanError
 from terrace.plan.stage import Pass
 from terrace.planner.stages import traits
-from terrace.program.schedules.counts import most_waiting
-from terrace.program.schedules.orders import Orders
+from terrace.program.schedules.orders import Orders, most_waiting
 from terrace.program.schedules.registry import orders_for, takes_unit
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.timeline import Timeline, play

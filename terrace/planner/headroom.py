@@ -1,4 +1,4 @@
-"""The fastest plan for each headroom: device memory that stays free (terrace.cluster.headroom).
+"""The fastest plan for each headroom: device memory that stays free (terrace.cluster.device).
 
 Ties are settled as in the search (terrace.planner.ties), of which one rule prefers a plan that leaves a fifth of the
 device. The fastest plans of a search often leave nothing: more memory saves a last bit of recomputation.
@@ -6,7 +6,7 @@ device. The fastest plans of a search often leave nothing: more memory saves a l
 
 from collections.abc import Sequence
 
-from terrace.cluster.headroom import headroom_bytes
+from terrace.cluster.device import headroom_bytes
 from terrace.plan.search_limits import FINALISTS, MOST_PLAYED
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.ranking import Estimate

@@ -9,8 +9,7 @@ from typing import NamedTuple
 from terrace.plan.kinds import runs_of
 from terrace.planner.stages import share_differing, share_layers
 from terrace.planner.task import Task
-from terrace.program.schedules.counts import Waiting
-from terrace.program.schedules.orders import Placement
+from terrace.program.schedules.orders import Placement, Waiting
 
 Runs = tuple[tuple[int, int], ...]  # (kind, number of blocks) of runs of equal blocks, in model order
 Counts = tuple[tuple[int, float], ...]  # (kind, number of blocks), in model order

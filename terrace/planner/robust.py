@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from terrace.cluster.cluster import Cluster
-from terrace.cluster.kernels import Kernels
+from terrace.cluster.device import Kernels
 from terrace.planner.evaluate import Evaluator, step_of
 from terrace.planner.ranking import TIE, Estimate
 from terrace.planner.ties import FULL, Regret, Ties

@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from terrace.base.errors import PlanError
 from terrace.plan.stage import Pass
-from terrace.program.schedules.counts import Waiting, most_due, most_waiting
-from terrace.program.schedules.orders import Orders, Placement, looped, v_shaped
+from terrace.program.schedules.orders import Orders, Placement, Waiting, looped, most_due, most_waiting, v_shaped
 from terrace.program.schedules.registry import orders_for, schedule_names, takes_unit
 from terrace.program.shares import share
 

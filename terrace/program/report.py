@@ -7,6 +7,8 @@ from typing import Any
 
 from terrace.plan.wire import BY_BATCH, MessageClass
 
+LEAST_STEPS = 10  # fewer say little about a steady step
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
@@ -71,3 +73,24 @@ def read_plain(table: Mapping[str, Any]) -> StepReport:
 def declared_ahead(sent: Mapping[tuple[MessageClass, str], int]) -> dict[tuple[MessageClass, str], int]:
     """Bytes by message class and tier, without those of routed messages and rows, which depend on the batch."""
     return {key: size for key, size in sent.items() if key[0] not in BY_BATCH}
+
+
+def why_no_verdict(num_timed: int, busy: str = "") -> str:
+    """Why `num_timed` averaged steps allow no verdict on a prediction; "" if they do.
+
+    `busy` says who else used the machine while its constants or the steps were measured; "" for nobody.
+    """
+    few = f"{num_timed} of at least {LEAST_STEPS} timed steps" if num_timed < LEAST_STEPS else ""
+    return " and ".join(filter(None, (few, busy)))
+
+
+def judged(error: float, limit: float, why_not: str = "", where: str = "") -> str:
+    """The relative error of a prediction, and whether it is within its limit or why there is no verdict.
+
+    A verdict needs enough timed steps, and a machine that was otherwise idle while its constants were measured and
+    while steps were timed.
+    """
+    found = f"{100 * error:+.0f} %{where}"
+    if why_not:
+        return f"{found}; no verdict on its limit of {100 * limit:.0f} %: {why_not}"
+    return f"{found}, {'within' if abs(error) <= limit else 'OUTSIDE'} its limit of {100 * limit:.0f} %"

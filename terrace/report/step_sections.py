@@ -29,8 +29,8 @@ from terrace.report.step_view import StepView
 from terrace.report.table import Table
 from terrace.report.tables import bytes_table, memory_table, plan_table, time_categories, time_table, wire_words
 from terrace.simulate.cycle_timeline import cycle_timeline
+from terrace.simulate.fullest import worst_words
 from terrace.simulate.rows import close_up, step_timeline
-from terrace.simulate.worst_load import worst_words
 from terrace.train.prediction import kept_activations
 
 _MOST_BARS = 2000  # of all stages: a page with many stays below a megabyte

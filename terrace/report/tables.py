@@ -19,8 +19,7 @@ from terrace.plan.outer import Outer
 from terrace.plan.plan import AXES, CONTEXT_AXES, Plan
 from terrace.plan.products import products_words
 from terrace.plan.wire import BY_BATCH, MessageClass
-from terrace.program.report import StepReport
-from terrace.program.verdict import judged
+from terrace.program.report import StepReport, judged
 from terrace.report.markup import meter
 from terrace.report.palette import colour_key
 from terrace.report.table import Markup, Table
@@ -196,7 +195,7 @@ def band_words(stages: Sequence[tuple[StepReport, StepReport]], why_not: str = "
     """The relative error of step time and memory on the worst of `stages`, each (predicted, measured), and whether it
     is within its band; with several stages also whether their bytes are equal.
 
-    `why_not` (terrace.program.verdict) is the reason for giving no verdict on times, if any. Memory is always judged.
+    `why_not` (terrace.program.report) is the reason for giving no verdict on times, if any. Memory is always judged.
     """
     sentences = []
     told = [(predicted, _as_told(predicted, measured)) for predicted, measured in stages]

@@ -11,8 +11,8 @@ from typing import TypeVar
 from terrace.base.errors import TerraceError
 from terrace.base.words import counted, quantity, seconds
 from terrace.model.facts import family_of
+from terrace.program.report import why_no_verdict
 from terrace.program.timeline import TimedSpan, Timeline, TimelineRow
-from terrace.program.verdict import why_no_verdict
 from terrace.report.compared import ComparedAmounts, bytes_table, time_table
 from terrace.report.loads import LOAD_TITLE, heat_maps
 from terrace.report.predicted_run import check_length, cycle_of_run, predicted_rows

@@ -1,5 +1,6 @@
 """The stage of a plan that needs the most memory."""
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -10,7 +11,7 @@ from terrace.plan.kinds import Kinds
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.program.report import StepReport
-from terrace.program.schedules.counts import most_due, most_waiting
+from terrace.program.schedules.orders import most_due, most_waiting
 from terrace.program.stages import plan_orders
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.footprint import LOAD_FACTOR, footprint, stage_footprint, work_of
@@ -80,3 +81,17 @@ def _own_footprints(
         )
         for row, waits, due in zip(orders.placement, most_waiting(orders), most_due(orders), strict=True)
     ]
+
+
+def worst_words(job: Job, blocks: tuple[BlockSpec, ...], sequence: int) -> str:
+    """Sentence on the extra memory if all choices fall on one rank's experts; "" for none."""
+    if not job.plan.experts:
+        return ""
+    expected, worst = (fullest_stage(job, blocks, sequence, load=load)[1] for load in (LOAD_FACTOR, math.inf))
+    more = sum(worst.values()) - sum(expected.values())
+    if more <= 0:
+        return ""
+    return (
+        f"rows of a rank's experts are counted at {LOAD_FACTOR:g} times their mean; "
+        f"{more / 1e9:.3g} GB more if all choices of all ranks fall on them"
+    )

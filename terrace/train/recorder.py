@@ -23,8 +23,7 @@ from terrace.base.foreign import read_lines, read_text
 from terrace.base.schema import dump
 from terrace.base.sealed import sealed_json, sealed_toml
 from terrace.cluster.cluster import Cluster
-from terrace.program.report import StepReport, plain
-from terrace.program.verdict import why_no_verdict
+from terrace.program.report import StepReport, plain, why_no_verdict
 from terrace.train.config import run_toml
 from terrace.train.metrics import Observer, Outcome, StepRecord
 from terrace.train.trackers import Tracker, open_trackers, values_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from terrace.base.errors import ClusterError
-from terrace.cluster.headroom import DEFAULT, headroom_bytes, room_words
+from terrace.cluster.device import DEFAULT_HEADROOM, headroom_bytes, room_words
 from terrace.cluster.presets import load_cluster, preset_names
 
 
@@ -45,7 +45,7 @@ SHOWN = {
 @pytest.mark.parametrize("name", preset_names())
 def test_presets_state_what_a_process_gets(name: str) -> None:
     device = load_cluster(name).device
-    assert device.headroom == DEFAULT
+    assert device.headroom == DEFAULT_HEADROOM
     assert device.usable_bytes == pytest.approx(0.95 * device.memory_bytes)
     if device.name in SHOWN:
         mebibytes, named = SHOWN[device.name]

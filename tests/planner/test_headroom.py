@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from terrace.cluster.headroom import headroom_bytes
+from terrace.cluster.device import headroom_bytes
 from terrace.plan.search_limits import FINALISTS
 from terrace.planner.evaluate import Evaluator
 from terrace.planner.headroom import WIDER, headrooms, settled

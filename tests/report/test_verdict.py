@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from terrace.program.report import StepReport
-from terrace.program.verdict import LEAST_STEPS, judged, why_no_verdict
+from terrace.program.report import LEAST_STEPS, StepReport, judged, why_no_verdict
 from terrace.report.tables import STEP_BAND, band_words
 from terrace.train.busy import STEPPING, CoreSeconds, busy_words
 from terrace.train.metrics import StepRecord, Summary
@@ -101,4 +100,4 @@ def test_only_one_place_gives_verdicts() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "OUTSIDE" in node.value:
                 found.add(path.relative_to(ROOT).as_posix())
-    assert found == {"terrace/program/verdict.py"}
+    assert found == {"terrace/program/report.py"}

@@ -13,9 +13,8 @@ from terrace.plan.presets import preset
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
 from terrace.simulate.footprint import LOAD_FACTOR, footprint, work_of
-from terrace.simulate.fullest import Job
+from terrace.simulate.fullest import Job, worst_words
 from terrace.simulate.kept_by_mixture import rows_of, worst_load
-from terrace.simulate.worst_load import worst_words
 from tests.support.mixtures import PLAIN, mixture
 from tests.support.toys import cluster_of
 

@@ -21,9 +21,8 @@ from terrace.planner.task import Candidate, Placement, Task
 from terrace.program.instruction import PASSES, Instruction, Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
-from terrace.program.schedules.counts import most_due
 from terrace.program.schedules.csv_form import as_schedule
-from terrace.program.schedules.orders import Orders
+from terrace.program.schedules.orders import Orders, most_due
 from terrace.program.schedules.registry import orders_for
 from terrace.program.schedules.seconds import TaskSeconds
 from terrace.simulate.cost import Costs

@@ -6,7 +6,7 @@ from terrace.base.words import counted, quantity, seconds
 from terrace.cluster.cluster import Cluster
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import AXES, Plan
-from terrace.program.verdict import judged
+from terrace.program.report import judged
 from terrace.report.table import Table
 from terrace.report.tables import STEP_BAND
 from terrace.rl.config import RlConfig
@@ -108,7 +108,7 @@ def against_words(best: IterationReport, other: IterationReport) -> str:
 def measured_words(report: IterationReport, measured: Mapping[str, float], why_not: str = "") -> str:
     """Predicted and measured seconds of every stage and of the step, and whether the step is within its band.
 
-    `why_not` (terrace.program.verdict) is the reason for giving no verdict, if any.
+    `why_not` (terrace.program.report) is the reason for giving no verdict, if any.
     """
     lines = ["predicted beside measured:"]
     for stage in STAGES:

@@ -34,7 +34,7 @@ from terrace.model.blocks import block_specs
 from terrace.model.facts import vocabulary_size
 from terrace.model.hf.folder import TOKENIZER
 from terrace.model.hf.pretrained import Pretrained
-from terrace.program.verdict import why_no_verdict
+from terrace.program.report import why_no_verdict
 from terrace.rl.agreement import Agreement
 from terrace.rl.algorithms.metrics import Metrics
 from terrace.rl.calls.inline import InlineRuntime
