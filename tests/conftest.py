@@ -5,7 +5,8 @@ finds in the modules loaded so far. `pytest --hypothesis-profile=explore` draws 
 their own: on a busy machine any would be missed now and then.
 
 `make test` runs three files at a time (tests/support/workers.py). The rest of each grid of cases is marked `nightly`,
-in its file or in tests/support/by_night.py; `make test-all` runs everything.
+in its file or in tests/support/by_night.py, and a property test draws the first 25 of its examples; `make test-all`
+runs everything.
 """
 
 import atexit
@@ -16,7 +17,7 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 from terrace.base.collection import keep_all
 from tests.support.by_night import mark_by_night
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("fixed")
+_EXAMPLES_BY_DAY = 25
+_SETTINGS = "_hypothesis_internal_use_settings"  # Hypothesis has no other way to change them after the decorator
 
 for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     # A suite in the background of a script, or under nohup, begins with some ignored, and its children would ignore
@@ -60,6 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave to the night what is listed for it, before marks select tests."""
     is_part = any("::" in word for word in config.args) or config.getoption("lf", False)  # --lf: tests that failed
     mark_by_night(items, whole=not is_part)
+    if config.option.markexpr == "not nightly":
+        for item in items:
+            if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+                own = getattr(item.obj, _SETTINGS)
+                setattr(item.obj, _SETTINGS, settings(own, max_examples=min(own.max_examples, _EXAMPLES_BY_DAY)))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,7 +13,7 @@ from terrace.data.order import SampleOrder
 from terrace.data.token_file import TokenFile
 from terrace.data.tokenizer import ByteTokenizer
 from terrace.data.tokens import prepare_tokens
-from tests.support.nightly import in_turns
+from tests.support.nightly import in_turns, nightly
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_one_call_may_span_epochs_and_have_any_shape() -> None:
     assert order.sample(np.array([], dtype=np.int64)).shape == (0,)
 
 
-@pytest.mark.parametrize("num_samples", [2, 3, 5, 10])
+@pytest.mark.parametrize("num_samples", [2, 5, *nightly(3, 10)])
 def test_order_favours_no_sample(num_samples: int) -> None:
     """Each (position, sample) pair is as frequent as chance has it, over 4000 epochs."""
     order, num_epochs = SampleOrder(num_samples, 1), 4000

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from terrace.lab.rehearse.tools import capabilities, check_rights
 from tests.support.nightly import nightly
 from tests.support.tiny_runs import all_gone, environment, is_alive, terrace
 from tests.support.toys import cluster_of
+from tests.support.warm import Command
 
 RANK = Path(rehearsal_rank.__file__)
 NUM_RANKS = 4
@@ -77,23 +77,16 @@ def _rehearse(cluster_file: Path, *words: str | Path, options: tuple[str | Path,
 
 
 @contextmanager
-def _staying(cluster_file: Path, name: str = "pids") -> Iterator[tuple["subprocess.Popen[str]", dict[int, set[int]]]]:
+def _staying(cluster_file: Path, name: str = "pids") -> Iterator[tuple[Command, dict[int, set[int]]]]:
     """Start a rehearsal whose ranks sleep; yield it with the processes of each rank: the rank and its child."""
     folder = cluster_file.parent / name
     folder.mkdir()
-    command = [sys.executable, "-m", "terrace", "rehearse", "run", "--cluster", str(cluster_file)]
-    process = subprocess.Popen(
-        [*command, "--", sys.executable, str(RANK), "stay", str(folder)],
-        cwd=cluster_file.parent,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command = ["rehearse", "run", "--cluster", str(cluster_file), "--", sys.executable, str(RANK), "stay", str(folder)]
+    process = Command(command, cluster_file.parent, environment())
     pids: dict[int, set[int]] = {}
     try:
         while len(pids) < NUM_RANKS:
-            assert process.poll() is None, process.communicate()[1]
+            assert process.returncode is None, process.communicate(timeout=9)[1]
             names = [path for path in folder.iterdir() if path.name.isdecimal()]
             pids = {int(path.name): set(map(int, path.read_text().split())) for path in names}
         yield process, pids
@@ -178,16 +171,11 @@ def test_every_rank_has_its_own_network_and_a_launchers_variables(cluster_file: 
 # How it ends
 
 
-def test_a_rank_that_fails_is_named_with_its_own_words(cluster_file: Path) -> None:
+def test_a_rank_that_fails_is_named_with_its_own_words_and_exit_code(cluster_file: Path) -> None:
     done = _rehearse(cluster_file, "fail")
-    assert done.returncode == 1
+    assert done.returncode == 7
     assert "[rank 2] ValueError: two is one too many" in done.stderr
-    assert done.stderr.splitlines()[-1] == "terrace: rank 2 ended with exit code 1; 3 others were ended"
-
-
-def test_the_exit_code_is_that_of_the_rank_that_failed(cluster_file: Path) -> None:
-    assert _rehearse(cluster_file, "exit", "7").returncode == 7
-    assert _rehearse(cluster_file, "exit", "0").returncode == 0
+    assert done.stderr.splitlines()[-1] == "terrace: rank 2 ended with exit code 7; 3 others were ended"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +184,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(cluster_file: Path) -> No
 def test_signals_end_everything(cluster_file: Path, number: signal.Signals, code: int) -> None:
     with _staying(cluster_file) as (process, pids):
         assert len(_namespaces_of(process.pid)) == NUM_RANKS + 1
-        process.send_signal(number)
+        os.kill(process.pid, number)
         process.communicate(timeout=90)
         assert process.returncode == code
         assert all_gone(_all(pids), within_s=10)
@@ -216,7 +204,7 @@ def test_a_killed_rank_ends_the_others_and_is_named(cluster_file: Path) -> None:
 def test_a_killed_rehearsal_takes_its_ranks_along_and_clean_the_rest(cluster_file: Path) -> None:
     with _staying(cluster_file, "alive") as (living, their_pids), _staying(cluster_file) as (process, pids):
         process.kill()
-        process.communicate()
+        process.communicate(timeout=90)
         assert all_gone(_all(pids), within_s=30)
         assert len(_namespaces_of(process.pid)) == NUM_RANKS + 1
         mentioned = _rehearse(cluster_file, "exit", "0")

@@ -1,8 +1,6 @@
 """Ranks that do not come, or that cannot: the others say so within seconds, and rank 0 tells why."""
 
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +20,7 @@ from terrace.launch.world import World, store_lost
 from terrace.train import joined
 from terrace.train.joined import one_makes, together
 from tests.support.tiny_runs import environment, write_run
+from tests.support.warm import Command
 
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "localhost"}
 
@@ -115,20 +114,14 @@ def test_a_batch_script_without_srun_is_told_of_it(tmp_path: Path) -> None:
     config = write_run(tmp_path, 1, 1, 2)
     with socket.create_server(("localhost", 0)) as held:
         port = held.getsockname()[1]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "terrace", "train", "--config", config],
-        env=environment() | SLURM | {"MASTER_PORT": str(port)},
-        stdout=subprocess.PIPE,  # a file or pipe, as in a job
-        text=True,
-        cwd=tmp_path,
-    )
-    assert process.stdout is not None
+    # Its output is a pipe, as in a job.
+    process = Command(["train", "--config", str(config)], tmp_path, environment() | SLURM | {"MASTER_PORT": str(port)})
     said = list[str]()
     output = process.stdout
     reader = threading.Thread(target=lambda: said.append(output.readline()), daemon=True)
     reader.start()
     reader.join(60)
-    still_waits = process.poll() is None
+    still_waits = process.returncode is None
     process.kill()
     process.wait()
     assert said, "a line before the process ends"
@@ -215,13 +208,10 @@ def test_a_refusal_before_a_rank_joins_is_told_by_rank_0(tmp_path: Path) -> None
         port = held.getsockname()[1]
     launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "TERRACE_SECRET": "s" * 32}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "terrace", "train", "--config", config if rank == 0 else tmp_path / "none.toml"],
-            env=environment() | launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
+        Command(
+            ["train", "--config", str(config if rank == 0 else tmp_path / "none.toml")],
+            tmp_path,
+            environment() | launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)
     ]

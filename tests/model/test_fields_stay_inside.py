@@ -1,7 +1,7 @@
 """Nobody outside terrace.model names a field of a model's configuration (docs/operations.md)."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -38,9 +38,9 @@ CONFIGURATIONS = {"model", "config"}
 
 def named_fields(source: str) -> Iterator[tuple[int, str]]:
     """(Line, expression) of each field of a configuration that a file reads or sets."""
-    tree = ast.parse(source)
-    configurations = CONFIGURATIONS | _annotated(tree)
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(source)))
+    configurations = CONFIGURATIONS | (_annotated(nodes) if "ModelConfig" in source else set())
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in NAMES:
             is_told = node.attr not in SHARED or _last_name(node.value) in configurations
             yield from [(node.lineno, ast.unparse(node))] * is_told
@@ -57,10 +57,10 @@ def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _annotated(tree: ast.AST) -> set[str]:
+def _annotated(nodes: Sequence[ast.AST]) -> set[str]:
     """Names that a file annotates as configurations."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
             name = node.arg if isinstance(node, ast.arg) else _last_name(node.target)
             found |= {name} if "ModelConfig" in ast.unparse(node.annotation) else set()

@@ -17,6 +17,7 @@ from terrace.model.hf.written import write_pretrained
 from terrace.train.generate import generate_texts
 from terrace.train.trained import load_trained
 from tests.support.generation import MODELS, VOCAB, make, named
+from tests.support.nightly import in_turns
 from tests.support.toys import run_blocks
 
 GREEDY = Sampling(temperature=0.0)
@@ -37,16 +38,16 @@ def greedy_without_a_cache(blocks: list[nn.Module], prompt: list[int], num_token
     return text[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", in_turns(2, MODELS))  # tests/generation has the others by day
 def test_greedy_text_is_the_same_with_and_without_a_cache(name: str) -> None:
     """Prompts of other lengths at once, texts longer than the context."""
     config, context = MODELS[name], 12
     blocks, prompts = make(config), [tokens_of(1), tokens_of(7, 1), tokens_of(12, 2), tokens_of(30, 3)]
-    made = continue_texts(blocks, config, prompts, num_tokens=25, context=context, sampling=GREEDY)
+    made = continue_texts(blocks, config, prompts, num_tokens=16, context=context, sampling=GREEDY)
     rolls = 0 < config.sliding_window <= context and not config.most_positions
     reach = 10**6 if rolls else context  # a window alone limits how far texts look back
     for prompt, text in zip(prompts, made, strict=True):
-        assert list(text.tokens) == greedy_without_a_cache(blocks, prompt, 25, reach)
+        assert list(text.tokens) == greedy_without_a_cache(blocks, prompt, 16, reach)
     assert len({token for text in made for token in text.tokens}) > 6  # or there is nothing to compare
 
 

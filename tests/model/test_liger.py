@@ -30,6 +30,7 @@ from terrace.train.rules import parts_words
 from tests.support.command_line import interpreted
 from tests.support.liger_cases import LLAMA
 from tests.support.liger_trial import difference
+from tests.support.nightly import nightly
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 40, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 8}
 GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -61,7 +62,7 @@ def llama(**changes: Any) -> ModelConfig:
 @needs_liger
 @needs_interpreter
 @pytest.mark.parametrize(
-    "parts", [("alone", "layers"), pytest.param(("plans",), marks=pytest.mark.nightly)], ids=" ".join
+    "parts", [("alone-by-day", "layers-by-day"), *nightly((("alone", "layers"),), (("plans",),))], ids=" ".join
 )
 def test_kernels_in_the_interpreter(parts: Sequence[str]) -> None:
     """In one process, whose imports take as long as the kernels."""

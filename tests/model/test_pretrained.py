@@ -31,9 +31,10 @@ from tests.support.families import (
     transformers,
 )
 from tests.support.folders import bytes_of
+from tests.support.nightly import in_turns, nightly
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", [*[*TABLES][1::2], *nightly(*[*TABLES][::2])])
 def test_their_model_has_the_same_logits_here(name: str, tmp_path: Path) -> None:
     their_model(tmp_path, TABLES[name])
     pretrained = Pretrained(tmp_path)
@@ -46,7 +47,7 @@ def test_their_model_has_the_same_logits_here(name: str, tmp_path: Path) -> None
         assert (here - there).abs().max() <= within * scale
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", in_turns(2, TABLES))  # the others are read by day
 def test_our_model_has_the_same_logits_there(name: str, tmp_path: Path) -> None:
     config = parse_model(TABLES[name])
     values = our_values(config)

@@ -15,7 +15,9 @@ SHARDED = {"preset": "zero3", "micro_batch": 2, **ONE_STAGE}
 def test_gathers_in_bf16_leave_the_rollout_at_the_difference_of_fp32(tmp_path: Path) -> None:
     """The cluster's file has the plan send bf16, unasked."""
     plans = {"actor": SHARDED, "reference": SHARDED}
-    config = config_of(FOUR, {"algorithm": {"name": "grpo", "kl_coefficient": 0.0}, "plans": plans})
+    config = config_of(
+        FOUR, {"algorithm": {"name": "grpo", "kl_coefficient": 0.0}, "plans": plans, "run": {"steps": 2}}
+    )
     assert (config.plan.compute, config.plan.messages) == ("fp32", "bf16")
     assert rollout_is_exact(config), "no pass of the actor computes old log-probabilities again"
     agreement = Agreement(config)

@@ -216,11 +216,12 @@ def test_a_signal_before_the_first_step_ends_at_once(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("case", [5, *nightly(*(number for number in range(2 * len(KINDS)) if number != 5))])
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", range(2 * len(KINDS)))
 def test_struck_runs_go_on_with_the_same_bits(
     case: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A case of the campaign of `python -m tests.chaos.feedback`; the fifth kills a rank of two pools in a step."""
+    """A case of the campaign of `python -m tests.chaos.feedback`."""
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # the campaign names a folder that goes with it
     code = feedback.main(["--first", str(case), "--cases", "1", "--seed", "4"])
     said = capsys.readouterr().out
@@ -265,7 +266,7 @@ def test_the_controller_keeps_nothing_of_a_step(here: CommandLine, monkeypatch: 
     held, line = dict[int, int](), rl_run._line
 
     def weighed(step: int, found: dict[str, float]) -> str:
-        if step in (10, 25, 40):
+        if step in (8, 18, 28):
             gc.collect()
             held[step] = tracemalloc.get_traced_memory()[0]
         return line(step, found)
@@ -273,10 +274,10 @@ def test_the_controller_keeps_nothing_of_a_step(here: CommandLine, monkeypatch: 
     monkeypatch.setattr(rl_run, "_line", weighed)
     tracemalloc.start()
     try:
-        said = here.call("rl", "--task", "sort", *ALONE, *TINY, "--run.steps", 40, "--folder", "run")
+        said = here.call("rl", "--task", "sort", *ALONE, *TINY, "--run.steps", 28, "--folder", "run")
     finally:
         tracemalloc.stop()
     assert (said.code, said.error) == (0, "")
-    # A step has some 50 numbers: 15 steps kept would take 75 kB and more. A table of the interpreter that grows takes
+    # A step has some 50 numbers: 10 steps kept would take 50 kB and more. A table of the interpreter that grows takes
     # as much, but not twice.
-    assert min(held[25] - held[10], held[40] - held[25]) < 45_000, held
+    assert min(held[18] - held[8], held[28] - held[18]) < 30_000, held

@@ -18,6 +18,7 @@ from terrace.rl.calls.runtime import Group
 from terrace.rl.values.memory import SharedMemory
 from terrace.rl.values.ragged import Ragged
 from terrace.rl.values.rows import Rows
+from tests.support.nightly import nightly
 from tests.support.toy_roles import Paired, Scaler, Unmakeable, prompts_of
 
 ENDED_S = 5.0  # within which all processes of a failed runtime end: half a second where nothing else runs
@@ -157,7 +158,7 @@ def test_a_failure_has_one_error_and_ends_all(how: str, error: type[Exception], 
             roles["critic"].pid()
 
 
-@pytest.mark.parametrize("pool", [0, 1])
+@pytest.mark.parametrize("pool", [1, *nightly(0)])
 def test_a_rank_that_stands_still_is_the_one_that_is_named(pool: int, capfd: pytest.CaptureFixture[str]) -> None:
     """The other rank of its pool waits for it in a collective, and is not to blame; nor is a pool that is at work."""
     with LocalRuntime(timeout_s=2.0) as runtime:

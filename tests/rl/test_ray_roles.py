@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -39,7 +40,6 @@ def cluster() -> Iterator[None]:
         found.shutdown()
 
 
-@pytest.mark.nightly
 def test_roles_run_on_two_nodes_and_a_failure_ends_them() -> None:
     with RayRuntime(num_cpus=2.0, timeout_s=120.0) as runtime:
         roles = runtime.pool(2).host(actor=(Scaler, {}), reward=(Scaler, {"factor": 2.0}))
@@ -50,6 +50,8 @@ def test_roles_run_on_two_nodes_and_a_failure_ends_them() -> None:
         assert responses.get().tensor("made_by").tolist() == [0, 0, 1, 1]
         scores = roles["reward"].score.remote(rows, responses)
         assert scores.get().tensor("scores").tolist() == [0.0, 4.0, 8.0, 12.0]
+        with socket.create_connection(runtime.meeting(), ENDED_S):
+            pass
         assert roles["reward"].update(rows, scores) == {"mean": 6.0, "total": 24.0}, "ranks of two nodes add up"
         before_s = time.monotonic()
         with pytest.raises(DataError, match=r"^actor\.fail: row 3 has no prompt \(reported by rank 1\)$"):
@@ -59,6 +61,7 @@ def test_roles_run_on_two_nodes_and_a_failure_ends_them() -> None:
             roles["reward"].pid()
 
 
+@pytest.mark.nightly
 def test_a_run_on_two_nodes_takes_the_steps_of_one_process(tmp_path: Path) -> None:
     """The rollout is on another node than the actor, which sends it its parameters."""
     pools = [{"ranks": 1, "roles": ["actor"]}, {"ranks": 1, "roles": ["rollout"]}]

@@ -294,7 +294,7 @@ def test_safe_rlhf_takes_the_reward_that_costs_nothing() -> None:
     assert setup.progress.multiplier.value == steps[-1]["safe/lambda"]
 
 
-@pytest.mark.parametrize("name", ["dapo", "cispo"])
+@pytest.mark.parametrize("name", ["dapo", *nightly("cispo")])
 def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full(name: str) -> None:
     """Near its end the table answers alike, so groups of equal rewards leave and more prompts are taken."""
     steps, setup = learned(name, num_steps=40)

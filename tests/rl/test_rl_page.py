@@ -22,6 +22,7 @@ from terrace.rl.resolve import resolve
 from terrace.train.recorder import Predicted, append_event, write_prediction
 from tests.support import chromium
 from tests.support.folders import cut
+from tests.support.nightly import nightly
 from tests.support.pages import checked
 from tests.support.records import step_record
 
@@ -194,18 +195,19 @@ def test_a_damaged_run_has_a_page_that_says_what_is_missing(
     assert any(said in words for words in view.missing), view.missing
 
 
+@pytest.mark.parametrize("every", [6, *nightly(1)])
 @pytest.mark.parametrize("name", ["metrics.jsonl", "calls.jsonl", "samples.jsonl"])
-def test_strange_values_are_no_values(run: Path, name: str) -> None:
-    """Each key has a third of these values, and each value comes to a third of the keys."""
+def test_strange_values_are_no_values(run: Path, name: str, every: int) -> None:
+    """Each key has one in so many of these values, and each value comes to one in so many of the keys."""
     for number, key in enumerate(("step", *lines_of(run)[name][-1])):
-        for value in STRANGE[number % 3 :: 3]:
+        for value in STRANGE[number % every :: every]:
             lines = lines_of(run)
             lines[name] = [{**line, key: value} for line in lines[name]]
             write(run, lines)
             checked(page_of(run))
     inner = {"calls.jsonl": "calls", "samples.jsonl": "samples"}.get(name, "")
     for number, key in enumerate(lines_of(run)[name][-1][inner][0] if inner else ()):
-        for value in STRANGE[number % 3 :: 3]:
+        for value in STRANGE[number % every :: every]:
             lines = lines_of(run)
             lines[name] = [{**line, inner: [{**line[inner][0], key: value}]} for line in lines[name]]
             write(run, lines)

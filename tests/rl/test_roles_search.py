@@ -136,7 +136,7 @@ def test_partitions_are_all_ways_to_group() -> None:
     assert [len(list(partitions(count))) for count in range(1, 6)] == [1, 2, 5, 15, 52]  # Bell's numbers
 
 
-@pytest.mark.parametrize(("num_nodes", "num_calls"), [(16, 2_035_400), *nightly((128, 11_040_000))])
+@pytest.mark.parametrize(("num_nodes", "num_calls"), nightly((16, 2_035_400), (128, 11_040_000)))
 def test_five_roles_on_128_devices_and_more_call_few_functions(num_nodes: int, num_calls: int) -> None:
     """About a second for 128 devices, and six for 1,024."""
     flow = five_roles(llama())
@@ -158,10 +158,10 @@ def five_roles(model: ModelConfig) -> Dataflow:
 
 
 def test_five_pools_on_many_devices_are_shared_out_without_trying_all() -> None:
-    places = Places(five_roles(small()), nodes(32))
+    places = Places(five_roles(small()), nodes(16))
     found = find_among(places, [[(0,), (1,), (2,), (3,), (4,)]], 1)
-    assert found.num_tried < 10_000  # in part or whole; 32 nodes and their parts have 31,465 whole ways
-    assert sum(pool.devices for pool in found.best[0].placement.pools) == 256
+    assert found.num_tried < 700  # in part or whole; 16 nodes have 1,365 whole ways
+    assert sum(pool.devices for pool in found.best[0].placement.pools) == 128
 
 
 def test_too_many_ways_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

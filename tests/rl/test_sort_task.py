@@ -1,5 +1,6 @@
 """The task `sort`: prompts by place, held-out ones apart, rewards of exact answers with their end."""
 
+import pytest
 import torch
 
 from terrace.rl.algorithms.metrics import joined, of_rows, of_tokens
@@ -18,7 +19,8 @@ def test_a_prompt_is_a_function_of_seed_and_place() -> None:
     assert lengths == set(range(6, 12))
 
 
-def test_held_out_prompts_are_never_trained_on() -> None:
+def test_held_out_prompts_are_never_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SortPrompts, "num_held_out", NUM_HELD_OUT)  # all of them
     task = SortPrompts()
     held_out = {prompt.text for prompt in task.held_out()}
     assert len(task.held_out()) == NUM_HELD_OUT

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support import outer_exchanges, outer_reference
+from tests.support.nightly import in_turns
 from tests.support.outer_exchanges import Exchange, Summed, Whole, exact_mean
 from tests.support.outer_reference import Micro, OuterLoop, OuterReference, OuterStep, copies, norm_of, trained
 from tests.support.toys import MODELS, count_tokens, make_batch, run_blocks
@@ -112,9 +113,9 @@ def test_every_step_is_plain_sgd(num_islands: int) -> None:
             torch.testing.assert_close(own, row, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("inner", TABLES)
-@pytest.mark.parametrize(("delay", "fragments"), [(0, 1), (1, 3), (3, 1), (3, 3)])
-def test_one_island_that_averages_trains_as_without(inner: str, delay: int, fragments: int) -> None:
+@pytest.mark.parametrize(("inner", "turns"), in_turns(2, TABLES, [(0, 1), (1, 3), (3, 1), (3, 3)]))
+def test_one_island_that_averages_trains_as_without(inner: str, turns: tuple[int, int]) -> None:
+    delay, fragments = turns
     outer = OuterLoop(every=3, fragments=fragments, delay=delay, optimizer="average", lr=1.0)
     found, wanted = reference(1, outer, inner), reference(1, EVERY_STEP, inner)
     steps = zip(train(found, 8), train(wanted, 8), strict=True)
@@ -181,9 +182,11 @@ def test_an_exchange_as_long_as_a_cycle_by_hand() -> None:
     assert float(run.momentum["0.x"]) == 2.5
 
 
-@pytest.mark.parametrize("optimizer", ["nesterov", "momentum", "average"])
-@pytest.mark.parametrize(("keep", "penalty"), [(0.0, True), (0.5, False), (1.0, True)])
-def test_the_change_may_wait_in_the_buffer(optimizer: str, keep: float, penalty: bool) -> None:
+@pytest.mark.parametrize(
+    ("optimizer", "kept"), in_turns(2, ["nesterov", "momentum", "average"], [(0.0, True), (0.5, False), (1.0, True)])
+)
+def test_the_change_may_wait_in_the_buffer(optimizer: str, kept: tuple[float, bool]) -> None:
+    keep, penalty = kept
     outer = OuterLoop(every=3, fragments=3, delay=3, optimizer=optimizer, keep=keep, penalty=penalty, clip=1e-3)
     as_noted = reference(2, outer)
     blocks = MODEL.blocks(torch.float64)

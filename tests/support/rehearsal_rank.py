@@ -4,7 +4,7 @@ transfer NUM_BYTES OTHER...   rank 0 sends that much to each other rank in turn,
                               rank: seconds, and the bytes per tier that it sent meanwhile
 stay FOLDER                   write the process ids of this rank and of a child into FOLDER, and sleep
 exit CODE                     rank 2 ends with CODE, the others at once with 0
-fail                          rank 2 raises, the others sleep
+fail                          rank 2 says why and ends with 7, the others sleep
 show                          every rank prints its environment
 """
 
@@ -70,7 +70,8 @@ def main(word: str, *arguments: str) -> None:
         sys.exit(int(arguments[0]) if rank == 2 else 0)
     elif word == "fail":
         if rank == 2:
-            raise ValueError("two is one too many")
+            print("ValueError: two is one too many", file=sys.stderr)
+            sys.exit(7)
         time.sleep(300)
     else:
         print(rank, os.environ["WORLD_SIZE"], os.environ["GLOO_SOCKET_IFNAME"], sorted(os.listdir("/sys/class/net")))

@@ -70,11 +70,11 @@ def test_all_ranks_take_the_interval_of_the_slowest() -> None:
 
 def test_a_run_saves_by_its_own_stall(tmp_path: Path) -> None:
     """Then it is resumed, and saves after its third step again."""
-    write_run(tmp_path, 2, plan="zero1", steps=12, keep_checkpoints=20, checkpoint_every="auto")
+    write_run(tmp_path, 2, plan="zero1", steps=6, keep_checkpoints=20, checkpoint_every="auto")
     # A failure in two days and saves of milliseconds: an interval of some 40 s, far more than the run takes.
     failing = ("--cluster.failures.device_hours", "100", "--cluster.failures.restart_s", "60")
     words = ("train", "--config", "run.toml", "--folder", "run", "--resume", "auto", *failing)
-    for steps, saved in ((12, [3, 12]), (18, [3, 12, 15, 18])):
+    for steps, saved in ((6, [3, 6]), (10, [3, 6, 9, 10])):
         ended = terrace(*words, "--train.steps", str(steps), cwd=tmp_path)
         assert ended.returncode == 0, ended.stderr
         assert sorted(int(each.name[5:]) for each in (tmp_path / "run/checkpoints").iterdir()) == saved

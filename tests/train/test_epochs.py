@@ -50,7 +50,7 @@ def seen(batches: Batches, steps: int) -> list[Any]:
     ]
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     kind=st.sampled_from(["long", "short", "packed", "pairs"]),
     sequence=st.integers(60, 300),

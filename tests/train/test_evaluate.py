@@ -25,6 +25,7 @@ from terrace.train.resolve import resolve
 from terrace.train.trained import Trained, load_trained, with_values
 from tests.support.chats import write_lines, write_tokenizer
 from tests.support.generation import MODELS, make, named
+from tests.support.nightly import in_turns
 from tests.support.toys import run_blocks
 
 TEXTS = ["", "x", "a short one", "ünïcode €", "a document that is longer than one window of the model's context " * 3]
@@ -50,8 +51,7 @@ def by_definition(model: Trained, texts: list[str], context: int, before: list[i
     return total, count
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "window"])
-@pytest.mark.parametrize("row_tokens", [1, 40, 2048])
+@pytest.mark.parametrize(("row_tokens", "name"), in_turns(2, [1, 40, 2048], ["llama", "gpt2", "gpt_neox", "window"]))
 def test_loss_is_what_its_definition_says(name: str, row_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows alone and together in a row, logits in one part and in several."""
     monkeypatch.setattr(module, "_ROW_TOKENS", row_tokens)
