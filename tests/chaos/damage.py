@@ -194,9 +194,9 @@ def _played(
     scene: Scene, number: int, draw: random.Random, kind: str, members: Sequence[tuple[str, Sequence[str]]]
 ) -> Judged:
     begin_s = time.monotonic()
-    scene.restore()
     file, readers = draw.choice(members)
     path = scene.folder / file
+    scene.restore()
     raw = path.read_bytes()
     within = _ranges(kind, raw)
     while not within:  # no rank has every state
@@ -205,13 +205,14 @@ def _played(
         raw = path.read_bytes()
         within = _ranges(kind, raw)
     changed, how = damaged(raw, draw, within, path.suffix in (".toml", ".json", ".jsonl"))
+    reader = draw.choice(list(readers))
+    sound = scene.undisturbed(reader)
     times = path.stat()
     path.write_bytes(changed)
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    reader = draw.choice(list(readers))
     case = Case(number, kind, file, reader, how)
     ended = READERS[reader](scene)
-    outcome, why = judged(case, ended, scene.undisturbed[reader]) if changed != raw else ("without effect", "")
+    outcome, why = judged(case, ended, sound) if changed != raw else ("without effect", "")
     return Judged(case, outcome, why, time.monotonic() - begin_s)
 
 

@@ -106,7 +106,7 @@ class Scene:
         self.folder, self._pool, self._killed_in = folder, pool, 0
         self._kept = folder / "kept"  # sound copies
         self._places: dict[str, Path] = {}
-        self.undisturbed: dict[str, Ended] = {}
+        self._undisturbed: dict[str, Ended] = {}
         self._copying: dict[str, Any] = {}
 
     # ---- commands
@@ -250,7 +250,7 @@ class Scene:
     # ---- making and putting back
 
     def make(self) -> None:
-        """Everything that runs leave, and how each reader ends when nothing is damaged."""
+        """Everything that runs leave."""
         inputs = self.folder / "inputs"
         write_inputs(inputs)
         words = ("train", "--config", inputs / "run.toml", "--folder")
@@ -284,10 +284,15 @@ class Scene:
                 self._places[path.name] = Path(os.path.realpath(path))
         for name, place in self._places.items():
             shutil.copytree(place, self._kept / name)
-        for name, reader in READERS.items():
+
+    def undisturbed(self, reader: str) -> Ended:
+        """How a reader ends when nothing is damaged; everything is put back before."""
+        if reader not in self._undisturbed:
             self.restore()
-            self.undisturbed[name] = reader(self)
-            _well(self.undisturbed[name])
+            self._undisturbed[reader] = READERS[reader](self)
+            _well(self._undisturbed[reader])
+        self.restore()
+        return self._undisturbed[reader]
 
     def restore(self, *names: str) -> None:
         """Put what runs left back as it was, of these folders or of all."""
