@@ -1,8 +1,11 @@
 """What a run leaves that has chosen shares or formats anew: its deals repeat its numbers."""
 
 import shutil
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
+from terrace.cli.main import main
 from terrace.train.deals import read_deals
 from tests.support.checkpoints import contents, differing
 from tests.support.tiny_runs import losses, terrace
@@ -23,8 +26,9 @@ def check_resumed_and_repeated(whole: Path, killed: int) -> None:
     assert differing(kept, again) == []
     assert losses(begun) == losses(whole)
     assert read_deals(begun) == read_deals(whole)
-    done = terrace("replay", whole, "--step", "11", cwd=whole.parent)
-    assert done.returncode == 0, done.stderr
-    figures = next(line for line in done.stdout.splitlines() if line.startswith("step 11: "))
+    said = StringIO()
+    with redirect_stdout(said):
+        assert main(["replay", str(whole), "--step", "11"]) == 0
+    figures = next(line for line in said.getvalue().splitlines() if line.startswith("step 11: "))
     here, there = figures.removeprefix("step 11: ").split("; in the run ")
     assert here == there

@@ -31,9 +31,13 @@ def spread(cluster: Cluster, name: str, experts: Table, **changes: Any) -> Plan:
     return exact(name, cluster, experts=experts, **changes)
 
 
-def test_two_ranks_hold_different_experts(pool: LocalPool) -> None:
+@pytest.mark.parametrize(
+    "models",
+    [("mixture, shared expert", "one of many experts"), *nightly((("experts", "experts in groups", "all experts"),))],
+    ids=len,
+)
+def test_two_ranks_hold_different_experts(pool: LocalPool, models: tuple[str, ...]) -> None:
     cluster, table = cluster_of(2), {"package": {"expert": 2}}
-    models = ("experts", "experts in groups", "mixture, shared expert", "one of many experts", "all experts")
     cases = [Case(spread(cluster, "zero3", table), num_micros=2, model=model) for model in models]
     check(pool, cluster, cases)
 
@@ -46,39 +50,22 @@ def test_a_rank_routes_no_token(pool: LocalPool) -> None:
 
 
 EIGHT: dict[str, Table] = {
-    "package": {"package": {"expert": 2}},
-    "system": {"system": {"expert": 2}},
     "everywhere": {"package": {"expert": 2}, "node": {"expert": 2}, "system": {"expert": 2}},
-    "two outer tiers": {"node": {"expert": 2}, "system": {"expert": 2}},
     "rows inside": {"package": {"rows": 2}, "system": {"expert": 2}},
-    "rows outside": {"package": {"expert": 2}, "node": {"rows": 2}},
     "rows twice": {"package": {"rows": 2}, "node": {"rows": 2}, "system": {"expert": 2}},
-    "rows alone": {"package": {"rows": 2}, "node": {"rows": 2}, "system": {"rows": 2}},
 }
 
 
-SOME = ["rows twice"]
-
-
-@pytest.mark.parametrize("model", ["experts in groups", *nightly("experts")])
-@pytest.mark.parametrize("table", [*SOME, *nightly(*(name for name in EIGHT if name not in SOME))])
-def test_every_factoring_of_eight(pool: LocalPool, table: str, model: str) -> None:
+def test_a_factoring_of_eight(pool: LocalPool) -> None:
+    """All others are in tests/system/test_expert_grid.py."""
     cluster = cluster_of(2, 2, 2)
-    case = Case(spread(cluster, "three-level", EIGHT[table]), num_micros=2, model=model)
-    grouped = replace(case, num_steps=3, balance=MOVED)
-    check(pool, cluster, [case if model == "experts" else grouped])
+    plan = spread(cluster, "three-level", EIGHT["rows twice"])
+    check(pool, cluster, [Case(plan, num_micros=2, model="experts in groups", balance=MOVED)])
 
 
 BESIDE: dict[str, dict[str, Any]] = {
     "stages": {"mapping": {"system": {"pipeline": 2}}, "experts": {"package": {"expert": 2}, "node": {"rows": 2}}},
     "zbv": {"mapping": {"node": {"pipeline": 2}}, "schedule": "zbv", "experts": {"system": {"expert": 2}}},
-    "interleaved": {
-        "mapping": {"package": {"pipeline": 2}},
-        "schedule": "interleaved:2",
-        "experts": {"node": {"expert": 2}},
-    },
-    "ring": {"mapping": {"node": {"context": 2}}, "experts": {"node": {"expert": 2}, "system": {"expert": 2}}},
-    "ulysses": {"mapping": {"package": {"context": {"ulysses": 2}}}, "experts": {"system": {"rows": 2}}},
     "recomputed": {
         "recompute": ("block.[2-5]",),
         "unit": 2,
@@ -87,13 +74,12 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["stages", *nightly("zbv", "recomputed", "interleaved", "ring", "ulysses")])
-@pytest.mark.parametrize("placement", ["three-level", *nightly("zero1", "zero3")])
-def test_beside_other_axes(pool: LocalPool, name: str, placement: str) -> None:
+@pytest.mark.parametrize("name", ["stages", *nightly("zbv", "recomputed")])
+def test_beside_other_axes(pool: LocalPool, name: str) -> None:
     """Attention is spread in one way and experts in another; neither limits the other."""
     cluster = cluster_of(2, 2, 2)
-    plan = exact(placement, cluster, **BESIDE[name])
-    check(pool, cluster, [Case(plan, num_micros=4, model="deep experts")])
+    plan = exact("three-level", cluster, **BESIDE[name])
+    check(pool, cluster, [Case(plan, num_micros=2, model="deep experts")])
 
 
 # Schedule, blocks of each virtual stage of four, a model, chunks of experts, and further changes of the plan.
@@ -107,42 +93,37 @@ WITHOUT_A_LAYER: list[tuple[str, tuple[int, ...], str, Table, dict[str, Any]]] =
 ]
 
 
-@pytest.mark.parametrize("first", [0, *nightly(3)])
-def test_virtual_stages_without_a_layer(pool: LocalPool, first: int) -> None:
+@pytest.mark.parametrize("index", [0, *nightly(*range(1, 6))])
+def test_virtual_stages_without_a_layer(pool: LocalPool, index: int) -> None:
     """The embedding alone on the first virtual stage, the head alone on the last, beside experts on several ranks."""
     cluster = cluster_of(2, 2)
-    cases = [
-        Case(
-            exact(
-                ("zero3", "zero2")[index % 2],
-                cluster,
-                mapping={"package": {"pipeline": 2}},
-                schedule=schedule,
-                stages=stages,
-                experts=table,
-                **changes,
-            ),
-            num_micros=4,
-            model=model,
-        )
-        for index, (schedule, stages, model, table, changes) in enumerate(WITHOUT_A_LAYER[first : first + 3])
-    ]
-    check(pool, cluster, cases)
+    schedule, stages, model, table, changes = WITHOUT_A_LAYER[index]
+    plan = exact(
+        ("zero3", "zero2")[index % 2],
+        cluster,
+        mapping={"package": {"pipeline": 2}},
+        schedule=schedule,
+        stages=stages,
+        experts=table,
+        **changes,
+    )
+    check(pool, cluster, [Case(plan, num_micros=4, model=model)])
 
 
 # Largest deviation of a loss near 2.5, and of a gradient norm, from the lossless ones within two steps.
 ROUNDED = {"fp64": 0.0, "fp32": 1e-6, "bf16": 0.01, "int8:16": 0.02, "fp8:32": 0.05, "int4:16": 0.15}
 
 
-def test_rows_in_every_format(pool: LocalPool) -> None:
+@pytest.mark.parametrize("formats", [("fp64", "int4:16"), *nightly((("fp32", "bf16", "int8:16", "fp8:32"),))], ids=len)
+def test_rows_in_every_format(pool: LocalPool, formats: tuple[str, ...]) -> None:
     """Bytes are as the formats say; the dtype of the computation changes no bit."""
     cluster = cluster_of(2)
     plain = Case(spread(cluster, "zero3", {"package": {"expert": 2}}), num_micros=2, model="experts")
-    wires = [{message: {"package": name} for message in ("dispatch", "combine")} for name in ROUNDED]
+    wires = [{message: {"package": name} for message in ("dispatch", "combine")} for name in formats]
     cases = [replace(plain, plan=replace(plain.plan, wire=wire)) for wire in wires]
     lossless, *rounded = run(pool, cluster, [plain, *cases])
     wanted = reference(cluster, plain)
-    for bound, outcomes in zip(ROUNDED.values(), rounded, strict=True):
+    for bound, outcomes in zip(map(ROUNDED.__getitem__, formats), rounded, strict=True):
         assert not any(outcome.complaint for outcome in outcomes), outcomes[0].complaint
         found = deviation(outcomes, wanted)
         if bound == 0.0:
@@ -171,7 +152,7 @@ def test_the_rounding_of_rows_is_measured(pool: LocalPool) -> None:
 
 
 # Chunks of a forward and of a backward; 64 are more than a rank has tokens.
-CHUNKS = ["2 2", "1 4", "4 2", *nightly("4 4", "2 1", "64 64")]
+CHUNKS = ["4 2", *nightly("2 2", "1 4", "4 4", "2 1", "64 64")]
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
@@ -209,14 +190,15 @@ def test_the_order_of_chunks_changes_no_bit(pool: LocalPool) -> None:
 FAULTS = ("lost_row", "wrong_expert_scale", "missed_norm", "wrong_count", "frozen_bias")
 
 
-def test_faults_are_noticed(pool: LocalPool) -> None:
+@pytest.mark.parametrize("faults", [FAULTS[:1], *nightly((FAULTS[1:],))], ids=len)
+def test_faults_are_noticed(pool: LocalPool, faults: tuple[str, ...]) -> None:
     """A lost row, gradients of experts that are scaled or left out of the norm, a token counted for another expert, a
     bias that stays.
     """
     cluster = cluster_of(2)
     plan = spread(cluster, "zero3", {"package": {"expert": 2}})
     sound = Case(plan, 2, "experts in groups", balance=MOVED)
-    cases = [replace(sound, sabotage=fault) for fault in FAULTS]
+    cases = [replace(sound, sabotage=fault) for fault in faults]
     for case, outcomes in zip(cases, run(pool, cluster, cases), strict=True):
         assert max(deviation(outcomes, reference(cluster, case)).values()) > 1e-6, case.sabotage
 

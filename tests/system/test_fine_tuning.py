@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from terrace.cli.main import main
 from terrace.cluster.cluster import Cluster
 from terrace.data.batches import Batches, Source
 from terrace.data.chat_tokens import prepare_chat
@@ -29,6 +30,7 @@ from terrace.runtime.batch import Batch
 from terrace.runtime.engine import Engine
 from terrace.runtime.setup import Blocks, RankSetup, Training, Workload
 from tests.support.chats import CHATML, write_lines
+from tests.support.nightly import nightly
 from tests.support.parity import ADAMW, exact, make_adamw, trainable
 from tests.support.tiny_runs import MODEL, losses, one_line, terrace, write_run
 from tests.support.toys import cluster_of, run_blocks
@@ -147,15 +149,19 @@ def directly(source: Source) -> tuple[list[float], list[float], list[int], Tenso
     return all_losses, norms, counts, first
 
 
-def test_a_global_batch_gives_the_same_loss_and_gradient_under_any_ranks(pool: LocalPool, source: Source) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "preset", "micro_batch"), [((2,), "zero3", 2), *nightly(((1,), "ddp", 4), ((2, 2), "three-level", 1))]
+)
+def test_a_global_batch_gives_the_same_loss_and_gradient_under_any_ranks(
+    pool: LocalPool, source: Source, sizes: tuple[int, ...], preset: str, micro_batch: int
+) -> None:
     expected_losses, expected_norms, expected_counts, _ = directly(source)
-    for sizes, preset, micro_batch in (((1,), "ddp", 4), ((2,), "zero3", 2), ((2, 2), "three-level", 1)):
-        cluster = cluster_of(*sizes)
-        plan = exact(preset, cluster, micro_batch=micro_batch)
-        for found in pool.run(cluster.world_size, fine_tune, cluster, plan, source, micro_batch, timeout_s=200.0):
-            assert found[0] == pytest.approx(expected_losses, abs=1e-10, rel=0)
-            assert found[1] == pytest.approx(expected_norms, abs=1e-10, rel=0)
-            assert found[2] == expected_counts
+    cluster = cluster_of(*sizes)
+    plan = exact(preset, cluster, micro_batch=micro_batch)
+    for found in pool.run(cluster.world_size, fine_tune, cluster, plan, source, micro_batch, timeout_s=200.0):
+        assert found[0] == pytest.approx(expected_losses, abs=1e-10, rel=0)
+        assert found[1] == pytest.approx(expected_norms, abs=1e-10, rel=0)
+        assert found[2] == expected_counts
 
 
 def test_a_prompt_contributes_no_gradient(source: Source) -> None:
@@ -196,7 +202,10 @@ def write_chat_run(folder: Path, **data: Any) -> None:
     (folder / "config.json").write_text(json.dumps(MODEL | {"max_position_embeddings": SEQUENCE}))
 
 
-def test_chats_beside_text_are_trained_from_the_command_line(tmp_path: Path) -> None:
+def test_chats_beside_text_are_trained_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     mixture = [
         {"path": "chat.jsonl", "weight": 3, "name": "talk"},
         {"path": "text.txt", "weight": 1, "format": "text", "name": "prose"},
@@ -222,6 +231,5 @@ def test_chats_beside_text_are_trained_from_the_command_line(tmp_path: Path) -> 
             "number of data sources = 2, now it is 1",
         ),
     ):
-        refused = terrace("train", "--resume", "run", "--train.steps", "6", *words, cwd=tmp_path)
-        assert refused.returncode == 2
-        assert said in one_line(refused.stderr)
+        assert main(["train", "--resume", "run", "--train.steps", "6", *words]) == 2
+        assert said in one_line(capsys.readouterr().err)

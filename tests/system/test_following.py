@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from terrace.cli.main import main
 from terrace.cli.overrides import parse_overrides
 from terrace.cluster.cluster import Cluster
 from terrace.launch.start import LocalPool, World, launch_local
@@ -90,7 +91,9 @@ def _dealt_run(folder: Path, *more: str) -> Path:
 
 
 @pytest.mark.parametrize("killed", [6, *nightly(10)])
-def test_a_run_that_dealt_anew_is_resumed_to_the_bit_and_replayed(tmp_path: Path, killed: int) -> None:
+def test_a_run_that_dealt_anew_is_resumed_to_the_bit_and_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], killed: int
+) -> None:
     """Killed before its deal holds, or after; the look is after step 4, and batches of three more steps are made."""
     whole = _dealt_run(tmp_path, "--train.follow", "true")
     assert [(each.step, each.shares) for each in read_deals(whole)] == [(0, (4, 4)), (7, (6, 2))]
@@ -101,9 +104,8 @@ def test_a_run_that_dealt_anew_is_resumed_to_the_bit_and_replayed(tmp_path: Path
     ]
     check_resumed_and_repeated(whole, killed)
     # The whole run in one process, in fp32: a loss and a norm of each step, and checkpoints after every second.
-    done = terrace("replay", whole, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 deals are those of the run: 30 figures and checkpoints differ by at most" in done.stdout
+    assert main(["replay", str(whole)]) == 0
+    assert "2 deals are those of the run: 30 figures and checkpoints differ by at most" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

@@ -34,7 +34,7 @@ from tests.support.tiny_runs import (
 )
 
 # Longer than a busy machine keeps a rank from the processor; one that waits for a save is given five times as long.
-TIMEOUT_S, SAVE_TIMEOUT_S = 8.0, 4.0
+TIMEOUT_S, SAVE_TIMEOUT_S = 6.0, 4.0
 LIMIT_S = 240.0  # a run that does not end by itself
 WHERE = r"step \d+, instruction \d+ `[A-Z]+[^`]*`"
 
@@ -72,7 +72,8 @@ def check_what_is_left(run_folder: Path) -> None:
     Checkpoint(newest).verify()
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # by day in tests/system/test_launch.py, and a stage of a pipeline
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_struck_from_outside_is_named(tmp_path: Path, how: str) -> None:
     run_of(tmp_path)
     with started("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path) as process:
@@ -150,7 +151,7 @@ def test_a_rank_killed_while_constants_are_measured_is_named(tmp_path: Path) -> 
     [
         (1, "computing", ()),
         pytest.param(0, "computing", (), marks=pytest.mark.nightly),
-        (3, "saving", ()),
+        pytest.param(3, "saving", (), marks=pytest.mark.nightly),  # by day "frozen" of tests/system/test_stop.py
         pytest.param(
             1,
             "computing",
@@ -167,7 +168,7 @@ def test_a_rank_that_never_returns_is_named(tmp_path: Path, victim: int, how: st
     config = resolve(str(run_of(tmp_path)), {}, parse_overrides(words))
     job = prepare(config, tmp_path / "run", None)
     with pytest.raises(HangError) as caught:
-        launch_local(4, struck, (job, tmp_path, victim, how), grace_s=5.0)
+        launch_local(4, struck, (job, tmp_path, victim, how), grace_s=2.0)
     said = str(caught.value)
     assert "\n" not in said
     assert said.startswith(f"rank {victim} has not moved"), said

@@ -110,6 +110,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert message.count("rank 2") == 1
 
 
+@pytest.mark.nightly  # tests/system/test_hang.py has one in a run
 def test_a_stalled_rank_is_named(tmp_path: Path) -> None:
     message = hang(tmp_path, "sleep", 1)
     assert re.match(r"rank 1 has not moved for \d\.\d s from step 3, instruction 1 `FORWARD b1`", message)
@@ -129,22 +130,24 @@ _KILLED_SERVER = (
 )
 
 
-def test_a_killed_fork_server_is_one_line(tmp_path: Path) -> None:
-    """In a process of its own: the next server of this one would begin without all that is imported here."""
-    done = warm.run([__file__, "killed server", str(tmp_path)], tmp_path, environment(), 120.0)
+@pytest.mark.parametrize("again", ["", *nightly("again")])
+def test_a_killed_fork_server_is_one_line(tmp_path: Path, again: str) -> None:
+    """In a process of its own: the next server, which takes its seconds, begins without all that is imported here."""
+    done = warm.run([__file__, "killed server", str(tmp_path), again], tmp_path, environment(), 120.0)
     assert (done.returncode, done.stderr) == (0, "")
-    error, code = (line for line in done.stdout.splitlines() if not line.startswith("2 local processes"))
+    error, *codes = (line for line in done.stdout.splitlines() if not line.startswith("2 local processes"))
     assert re.match(_KILLED_SERVER, error)
-    assert code == "2"
+    assert codes == (["2"] if again else [])
 
 
-def kill_server(folder: str) -> None:
+def kill_server(folder: str, again: str) -> None:
     try:
         launch_local(2, toy, (folder, "server", 1), grace_s=GRACE_S)
     except HangError as error:
         print(error)
     assert all_gone(Path(folder), 10.0)
-    print(launch_local(2, toy, (folder, "nothing", 0), grace_s=GRACE_S))
+    if again:
+        print(launch_local(2, toy, (folder, "nothing", 0), grace_s=GRACE_S))
 
 
 def _ended(code: int, status: int) -> os.waitid_result:
@@ -178,8 +181,10 @@ def test_only_sigkill_speaks_of_memory(monkeypatch: pytest.MonkeyPatch, number: 
 
 def test_ranks_that_cannot_be_started_are_one_line_with_the_program(tmp_path: Path) -> None:
     """An interpreter that this user may not read or run, say."""
-    program = (
+    (tmp_path / "start.py").write_text(
         "import multiprocessing as m\n"
+        "from tests.support import warm\n"
+        "warm._starter.spawnv_passfds = warm._spawn\n"  # this server is not forked
         f"m.set_executable({str(tmp_path / 'python')!r})\n"
         "from terrace.launch.process_pool import ProcessPool\n"
         "from terrace.base.errors import HangError\n"
@@ -188,7 +193,7 @@ def test_ranks_that_cannot_be_started_are_one_line_with_the_program(tmp_path: Pa
         "except HangError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(["start.py"], tmp_path, environment(), 60.0)
     assert done.returncode == 0, done.stderr
     (said,) = done.stdout.splitlines()
     assert said.startswith("the fork server of the ranks exited with code ")
@@ -211,7 +216,7 @@ def test_ranks_that_end_without_a_word_are_one_line() -> None:
 @pytest.mark.parametrize(
     ("what", "kind", "words"),
     [
-        ("ValueError", RuntimeError, r"rank 3 failed: ValueError: boom\nTraceback"),
+        *nightly(("ValueError", RuntimeError, r"rank 3 failed: ValueError: boom\nTraceback")),  # as of a pool, below
         ("PlanError", PlanError, r"the plan does not fit \(reported by rank 3\)"),
     ],
 )
@@ -299,8 +304,8 @@ def test_a_pool_raises_errors_and_goes_on(pool: LocalPool) -> None:
     with pytest.raises(HangError, match=r"^rank 2 was killed by SIGKILL, as the kernel does when memory runs out.*$"):
         pool.run(3, kill_on, 2)
     assert len(pool.run(2, total, 1)) == 2  # new ranks, which may still import what they need
-    with pytest.raises(HangError, match=r"^rank 1 did not finish within 5 s"):
-        pool.run(2, sleep_on, 1, timeout_s=5.0)
+    with pytest.raises(HangError, match=r"^rank 1 did not finish within 2 s"):
+        pool.run(2, sleep_on, 1, timeout_s=2.0)
     with pytest.raises(ValueError, match="a world of 4 needs 1 to 3 processes"):
         pool.run(4, total, 1)
     assert len(pool.run(2, total, 1)) == 2
@@ -374,7 +379,7 @@ def main(role: str, folder: str, *rest: str) -> None:
     own = import_module("tests.system.test_launch")  # which ranks have, unlike this script
     toy = own.toy
     if role == "killed server":
-        own.kill_server(folder)
+        own.kill_server(folder, *rest)
         return None
     if role == "parent":
         # Without a fault of their own, the ranks must still run when the signal comes.

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 
 from terrace.checkpoint.layout import folder_of
+from terrace.cli.main import main
 from terrace.launch.start import LocalPool, secret
 from terrace.launch.world import World
 from terrace.roster.entries import Dealt, Gone
@@ -64,7 +65,9 @@ def run_island(world: World, folder: Path, port: int, overrides: dict[str, Any])
     return {key: value for key, value in found.items() if "/master" in key}, beside
 
 
-def test_islands_with_unequal_shares_train_as_one_process(pool: LocalPool, tmp_path: Path) -> None:
+def test_islands_with_unequal_shares_train_as_one_process(
+    pool: LocalPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Averaged after each step, with an optimizer that is linear in the gradient, islands are the synchronous run."""
     write_run(tmp_path, 1, plan="ddp", steps=3, batch=5)
     ((expected, without),) = pool.run(1, run_island, tmp_path, 0, EXACT, timeout_s=200)
@@ -86,14 +89,14 @@ def test_islands_with_unequal_shares_train_as_one_process(pool: LocalPool, tmp_p
     # The log knows an island by its token, whatever its configuration calls it: nothing, for one of a default name.
     config = islands / "b" / "config.toml"
     config.write_text(config.read_text().replace('island = "b"', "").partition("\n")[2])  # without its checksum
-    again = terrace("replay", islands, "--log", log, cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    assert main(["replay", str(islands), "--log", str(log)]) == 0
     # A loss and a norm of three steps of each island, and its last checkpoint.
-    assert "3 exchanges are those of the run: 21 figures and checkpoints differ by at most" in again.stdout
+    assert "3 exchanges are those of the run: 21 figures and checkpoints differ by at most" in capsys.readouterr().out
     write_own(islands / "c", Own(island="c", token="of another roster"))
-    mixed = terrace("replay", islands, "--log", log, cwd=tmp_path)
-    assert mixed.returncode == 2
-    assert one_line(mixed.stderr).startswith(f"terrace: error: {islands / 'c'} is of island 'c' of another roster than")
+    assert main(["replay", str(islands), "--log", str(log)]) == 2
+    assert one_line(capsys.readouterr().err).startswith(
+        f"terrace: error: {islands / 'c'} is of island 'c' of another roster than"
+    )
 
 
 @contextmanager

@@ -320,7 +320,7 @@ def without_store(world: World) -> None:
 
 def frozen(world: World) -> None:
     """Two ranks outside a step, one of which is frozen."""
-    with Watchdog(world.store, world.rank, 2, timeout_s=4.0, on_hang=world.on_hang, seal=world.seal) as dog:
+    with Watchdog(world.store, world.rank, 2, timeout_s=3.0, on_hang=world.on_hang, seal=world.seal) as dog:
         dog.idle("finishing a checkpoint")
         time.sleep(1.5)
         if world.rank == 1:
@@ -339,7 +339,7 @@ ENDS: list[tuple[Callable[[World], None], str]] = [
 def test_one_rank_ends_all_outside_steps(ranks: Callable[[World], None], named: str) -> None:
     """In a pool of their own, whose patience with ranks that sleep or are frozen is short."""
     begin_s = time.monotonic()
-    with LocalPool(2, grace_s=3.0) as pool, pytest.raises(HangError, match=named):
+    with LocalPool(2, grace_s=1.0) as pool, pytest.raises(HangError, match=named):
         pool.run(2, ranks)
     assert time.monotonic() - begin_s < 45.0  # and not the 60 s that a rank would sleep
 
@@ -388,4 +388,4 @@ def test_the_first_signal_ends_a_run_that_measures(tmp_path: Path) -> None:
 
 
 def test_a_watchdog_lets_a_run_that_is_told_to_stop_do_so(pool: LocalPool) -> None:
-    assert pool.run(2, watched, 2.0) == ["in order"] * 2
+    assert pool.run(2, watched, 1.0) == ["in order"] * 2

@@ -47,8 +47,14 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_with_a_teacher_sends_and_holds_what_was_predicted(here: Path) -> None:
-    run = taught(here, "online", "--train.log_every", "1", "--data.holdout", "0.1", "--train.eval_every", "3")
+@pytest.fixture(scope="module")
+def online(here: Path) -> Path:
+    """A run with the teacher beside its steps."""
+    return taught(here, "online", "--train.log_every", "1", "--data.holdout", "16", "--train.eval_every", "3")
+
+
+def test_a_run_with_a_teacher_sends_and_holds_what_was_predicted(here: Path, online: Path) -> None:
+    run = online
     report = json.loads((run / "report.json").read_text())
     predicted, measured = report["predicted"], report["measured"]
     assert predicted["sent_bytes"] == measured["sent_bytes"]
@@ -73,19 +79,21 @@ def test_a_run_with_a_teacher_sends_and_holds_what_was_predicted(here: Path) -> 
     (here / "away").rename(here / "teacher")
 
 
-def test_kept_tokens_give_nearly_the_loss_of_the_teacher_and_a_resume_the_same_bits(here: Path) -> None:
-    online = losses(taught(here, "beside", "--train.steps", "2"))
+@pytest.mark.nightly
+def test_an_exported_teacher_is_the_teacher(here: Path, online: Path) -> None:
     exported = terrace("export", "teacher", "exported", cwd=here)
     assert exported.returncode == 0, exported.stderr
-    published = taught(here, "published", "--train.steps", "2", "--teacher.model", "exported")
-    assert losses(published) == pytest.approx(online, rel=1e-6)
-    kept = taught(here, "kept", "--train.steps", "2", "--teacher.top_k", "200")
-    assert losses(kept) == pytest.approx(online, rel=3e-3)
-    before = (kept / "teacher.ids.npy").read_bytes()
-    assert len(before) - 128 == 16 * 16 * 200 * 2, "16 sequences of 16 tokens, 2 bytes an id"
-    words = ("--train.steps", "4", "--teacher.top_k", "200", "--train.checkpoint_every", "2")
+    published = taught(here, "published", "--data.holdout", "16", "--teacher.model", "exported")
+    assert losses(published) == pytest.approx(losses(online), rel=1e-6)
+
+
+def test_kept_tokens_give_nearly_the_loss_of_the_teacher_and_a_resume_the_same_bits(here: Path, online: Path) -> None:
+    words = ("--data.holdout", "16", "--teacher.top_k", "200", "--train.checkpoint_every", "2")
     whole = losses(taught(here, "whole", *words))
-    (here / "whole" / "checkpoints" / "step-00000004" / "manifest.json").unlink()
+    assert whole == pytest.approx(losses(online), rel=3e-3)
+    before = (here / "whole" / "teacher.ids.npy").read_bytes()
+    assert len(before) - 128 == 3 * 8 * 16 * 200 * 2, "24 sequences of 16 tokens, 2 bytes an id"
+    (here / "whole" / "checkpoints" / "step-00000003" / "manifest.json").unlink()
     done = terrace("train", "--resume", "whole", "--teacher.model", "teacher", cwd=here)
     assert done.returncode == 0, done.stderr
     assert losses(here / "whole") == whole

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 from threading import current_thread
 from typing import Any
 
@@ -34,8 +35,15 @@ def tensor(cluster: Cluster, name: str, rows: dict[str, Any], **changes: object)
     return exact(name, cluster, mapping=rows, **changes)
 
 
-@pytest.mark.parametrize("model", ["wide llama, 2 kv heads", "llama tied", "gpt2", "gpt_neox"])
-@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize(
+    ("model", "splits"),
+    [
+        ("llama tied", True),
+        ("gpt_neox", False),
+        *nightly(("llama tied", False), ("gpt_neox", True)),
+        *nightly(*product(("wide llama, 2 kv heads", "gpt2"), (True, False))),
+    ],
+)
 def test_two_rows_equal_one_process(pool: LocalPool, model: str, splits: bool) -> None:
     plan = tensor(cluster_of(2), "ddp", {"package": {"tensor": 2}}, sequence_parallel=splits)
     check(pool, cluster_of(2), [Case(plan, num_micros=2, model=model)])
@@ -75,11 +83,13 @@ def test_every_factoring_of_four_equals_one_process(pool: LocalPool) -> None:
     check(pool, cluster_of(4), cases)
 
 
-def test_norms_of_heads_and_biases_of_some_are_cut_like_the_rest(pool: LocalPool) -> None:
+@pytest.mark.parametrize("some", [[(1, 4, 1), (2, 2, 1)], *nightly([(1, 1, 4), (4, 1, 1)])], ids=str)
+def test_norms_of_heads_and_biases_of_some_are_cut_like_the_rest(
+    pool: LocalPool, some: list[tuple[int, int, int]]
+) -> None:
     """A norm of heads is held by all ranks, each with a part of its gradient; the output of Qwen has no bias."""
     models = ("wide qwen3, 2 kv heads", "wide qwen2, 1 kv head")
-    some = [(1, 1, 4), (1, 4, 1), (4, 1, 1), (2, 2, 1)]
-    cases = [factored(one, models[i % 2], i // 2 % 2 == 0, 2) for i, one in enumerate(some)]
+    cases = [factored(one, models[i], i == 0, 2) for i, one in enumerate(some)]
     check(pool, cluster_of(4), cases)
 
 
@@ -119,10 +129,8 @@ def beside(name: str, rows: dict[str, Any], other_form: bool) -> Case:
     return Case(tensor(cluster, name, rows, recompute=("*",), sequence_parallel=False), model="wide gpt2")
 
 
-@pytest.mark.parametrize("first", [0, *nightly(1)], ids=["every second one", "the others"])
-def test_every_placement_and_every_mapping_beside_it(pool: LocalPool, first: int) -> None:
-    pairs = list(enumerate(zip(PLACEMENTS, MAPPINGS, strict=True)))[first::2]
-    check(pool, cluster_of(2, 2, 2), [beside(*pair, other_form=index % 4 >= 2) for index, pair in pairs])
+def test_rows_and_columns_of_two_tiers_beside_shards(pool: LocalPool) -> None:
+    check(pool, cluster_of(2, 2, 2), [beside("three-level", MAPPINGS[-1], other_form=False)])
 
 
 @pytest.mark.nightly
@@ -144,17 +152,23 @@ def test_messages_in_parts_change_no_number(pool: LocalPool, chunks: int) -> Non
     check(pool, cluster_of(2, 2), cases)
 
 
-@pytest.mark.parametrize(("name", "bound"), [("bf16", 0.01), ("int8", 0.1)])
-def test_rounded_messages_keep_bytes_and_replicas(pool: LocalPool, name: str, bound: float) -> None:
+KINDS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("wide gpt2", {"tensor": {"rows": 4}}, {"recompute": ("block.1",)}),
+    ("wide llama, 1 kv head", {"tensor": {"rows": 2, "columns": 2}}, {"tensor_chunks": 3}),
+    ("wide llama, 2 kv heads", {"tensor": {"rows": 2}, "data": 2}, {"sequence_parallel": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "kinds"),
+    [("int8", 0.1, KINDS[:1]), *nightly(("int8", 0.1, KINDS[1:]), ("bf16", 0.01, KINDS))],
+    ids=lambda value: len(value) if isinstance(value, list) else None,
+)
+def test_rounded_messages_keep_bytes_and_replicas(pool: LocalPool, name: str, bound: float, kinds: list[Any]) -> None:
     """Losses near 2.5 stay within `bound` of one process, which is exact; `train` compares the replicas of ranks."""
     cluster = cluster_of(4)
     rounds = replace(preset("zero2", cluster), wire={"tensor": {"package": name}})
     cases = []
-    kinds: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        ("wide llama, 1 kv head", {"tensor": {"rows": 2, "columns": 2}}, {"tensor_chunks": 3}),
-        ("wide gpt2", {"tensor": {"rows": 4}}, {"recompute": ("block.1",)}),
-        ("wide llama, 2 kv heads", {"tensor": {"rows": 2}, "data": 2}, {"sequence_parallel": False}),
-    ]
     for model, row, changes in kinds:
         plan = replace(rounds, mapping={"package": row}, **changes)
         cases.append(Case(plan, num_micros=2, model=model))
@@ -200,7 +214,7 @@ def threads_of_messages(
         Collectives._sending = _sending  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("splits", [True, *nightly(False)])
 def test_what_does_not_train_sends_as_declared_and_in_order(pool: LocalPool, splits: bool) -> None:
     """Messages share memory and groups: one that ends a region must not run beside one that gathers its input again.
 
@@ -219,8 +233,8 @@ def gpt(hidden: int) -> ModelConfig:
     return parse_model(table | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0})
 
 
-@pytest.mark.parametrize("t", [pytest.param(2, marks=pytest.mark.nightly), 4])
-def test_a_layer_keeps_what_korthikanti_publishes(pool: LocalPool, t: int) -> None:
+@pytest.mark.parametrize(("t", "splits"), [(4, True), *nightly((4, False), (2, True), (2, False))])
+def test_a_layer_keeps_what_korthikanti_publishes(pool: LocalPool, t: int, splits: bool) -> None:
     """2205.05198, Table 2, with selective recomputation, which has the bytes of a kernel that keeps no scores.
 
     The model has no dropout, so the masks of its two outputs, 2 s b h, are not there.
@@ -228,13 +242,9 @@ def test_a_layer_keeps_what_korthikanti_publishes(pool: LocalPool, t: int) -> No
     hidden, sequence, batch = 64, 192, 2
     cluster, model = cluster_of(t), gpt(hidden)
     sbh = sequence * batch * hidden
-    expected = {
-        (False, False): sbh * 8 + sbh * 24 / t,
-        (True, False): sbh * 32 / t,
-        (False, True): 2 * sbh,
-        (True, True): 2 * sbh / t,  # the input is split, too
-    }
-    for (splits, again), wanted in expected.items():
+    whole = sbh * 32 / t if splits else sbh * 8 + sbh * 24 / t
+    recomputed = 2 * sbh / t if splits else 2 * sbh  # the input is split, too
+    for again, wanted in ((False, whole), (True, recomputed)):
         plan = tensor(cluster, "ddp", {"package": {"tensor": t}}, sequence_parallel=splits, micro_batch=batch)
         plan = replace(plan, compute="bf16", master="fp32", recompute=("layers.*",) if again else ())
         kept = pool.run(t, kept_by_a_layer, cluster, plan, model, sequence, timeout_s=60.0)

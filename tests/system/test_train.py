@@ -26,7 +26,6 @@ from tests.support.tiny_runs import (
     one_line,
     started,
     terrace,
-    wait_for_checkpoint,
     wait_for_step,
     write_run,
 )
@@ -134,33 +133,16 @@ def test_explain_prints_the_program_and_verifies_it(
     assert "verified: " in said
 
 
-def test_a_killed_run_goes_on_with_the_same_losses(trained: tuple[Path, str], tmp_path: Path) -> None:
-    whole, _ = trained
-    write_run(tmp_path, 2, 2, steps=12, checkpoint_every=4, timeout_s=20.0)
-    with started("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path) as process:
-        wait_for_step(tmp_path / "run", 6)
-        wait_for_checkpoint(tmp_path / "run", 4)
-        ranks = descendants(process.pid)
-        process.kill()
-        assert all_gone(ranks)
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "loss": 1.2')  # as a crash may leave it
-    (elsewhere := tmp_path / "elsewhere").mkdir()  # the run's own file finds its data from any working directory
-    done = terrace("train", "--resume", "../run", cwd=elsewhere)
-    assert done.returncode == 0, done.stderr
-    assert "resuming after step " in done.stdout
-    assert os.listdir(elsewhere) == []
-    assert losses(tmp_path / "run") == losses(whole)
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 13))
-
-
 def test_a_run_under_another_plan_and_world_resumes(trained: tuple[Path, str], tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(trained[0], run)
     shutil.rmtree(run / "checkpoints" / "step-00000012")
     (run / "sample.txt").unlink()
     words = ("--cluster.tiers.node.size", "1", "--plan.preset", "ddp", "--train.target_loss", "0.5")
-    done = terrace("train", "--resume", run, *words, cwd=tmp_path)
+    (elsewhere := tmp_path / "elsewhere").mkdir()  # the run's own file finds its data from any working directory
+    done = terrace("train", "--resume", "../run", *words, cwd=elsewhere)
+    assert "resuming after step " in done.stdout
+    assert os.listdir(elsewhere) == []
     # The target is out of reach: everything is there all the same, and one line says so.
     assert "is not below the target 0.5" in one_line(done.stderr)
     assert done.returncode == 1
@@ -198,7 +180,9 @@ def test_torchrun_with_another_number_of_ranks_is_told_once(tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
-def test_json_lines_and_a_tokenizer_file(tmp_path: Path) -> None:
+def test_json_lines_and_a_tokenizer_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers")
     write_run(tmp_path, 2, steps=2)
     text = (tmp_path / "text.txt").read_text()
@@ -215,18 +199,18 @@ def test_json_lines_and_a_tokenizer_file(tmp_path: Path) -> None:
     encoder.train_from_iterator([text], trainer)
     encoder.save(str(tmp_path / "tokenizer.json"))
     words = ["--data", "text.jsonl", "--data.tokenizer", "tokenizer.json", "--folder", "run"]
-    small = terrace("train", "--config", "run.toml", *words, cwd=tmp_path)
-    assert "give the model a vocab_size of at least" in one_line(small.stderr)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config", "run.toml", *words]) == 2
+    assert "give the model a vocab_size of at least" in one_line(capsys.readouterr().err)
     done = terrace("train", "--config", "run.toml", *words, "--model.vocab_size", "300", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("saved ") == 2
-    said = terrace("generate", tmp_path / "run", "--prompt", "The fox", cwd=tmp_path / "run")
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith("The fox")
+    assert main(["generate", "run", "--prompt", "The fox", "--tokens", "9"]) == 0
+    assert capsys.readouterr().out.startswith("The fox")
 
 
-def test_a_compressed_run_measures_its_rounding_and_resumes(tmp_path: Path) -> None:
-    write_run(tmp_path, 2, 1, 2, plan="three-level-compressed", steps=4, checkpoint_every=2)
+def test_a_compressed_run_measures_its_rounding_and_a_resume_has_a_budget_of_it(tmp_path: Path) -> None:
+    write_run(tmp_path, 2, 1, 2, plan="three-level-compressed", steps=3)
     done = terrace("train", "--config", "run.toml", "--folder", "run", "--verbose", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "bytes one rank sends in a step" in done.stdout.partition("predicted step: ")[0]
@@ -239,21 +223,13 @@ def test_a_compressed_run_measures_its_rounding_and_resumes(tmp_path: Path) -> N
         assert 0.001 < record.quantisation_error["refresh"] < 0.02
     said = done.stdout[done.stdout.index("relative rounding error") :].splitlines()[0]
     assert f"sync {records[-1].quantisation_error['sync']:.3g}" in said
-    again = terrace("train", "--resume", "run", "--train.steps", "6", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert len(losses(tmp_path / "run")) == 6
-
-
-def test_messages_that_overflow_end_every_rank_in_one_line(tmp_path: Path) -> None:
-    write_run(tmp_path, 2, 1, 2, plan="three-level-compressed", steps=40)
-    with started("train", "--config", "run.toml", "--folder", "run", *GROWING.split(), cwd=tmp_path) as process:
-        family = descendants(process.pid)
-        _, errors = process.communicate(timeout=300)
-        assert process.returncode == 1
-        assert all_gone(family | descendants(process.pid))
-    said = one_line(errors)
-    assert "nothing was updated" in said, said
-    assert "The run cannot go on" in said, said
+    budget = ("--train.error_budget.refresh", "1e-4", "--train.error_budget.sync", "0.9")
+    again = terrace("train", "--resume", "run", "--train.steps", "6", *budget, cwd=tmp_path)
+    assert again.returncode == 1
+    said = one_line(again.stderr)
+    assert "step 4: the relative rounding error of refresh messages since the step before is 0.00" in said
+    assert "above train.error_budget.refresh = 0.0001: use a wider wire format" in said
+    assert len(losses(tmp_path / "run")) == 4
 
 
 def test_a_bad_pace_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,19 +241,8 @@ def test_a_bad_pace_is_refused_before_anything_is_made(tmp_path: Path, monkeypat
     assert not (tmp_path / "run").exists()
 
 
-def test_an_error_budget_that_is_exceeded_stops_the_run(tmp_path: Path) -> None:
-    write_run(tmp_path, 2, 1, 2, plan="three-level-compressed", steps=40)
-    budget = ("--train.error_budget.refresh", "1e-4", "--train.error_budget.sync", "0.9")
-    done = terrace("train", "--config", "run.toml", "--folder", "run", *budget, cwd=tmp_path)
-    assert done.returncode == 1
-    said = one_line(done.stderr)
-    assert "step 1: the relative rounding error of refresh messages since the step before is 0.00" in said
-    assert "above train.error_budget.refresh = 0.0001: use a wider wire format" in said
-    assert len(losses(tmp_path / "run")) == 1
-
-
 def test_a_run_on_a_probed_cluster_is_predicted_from_its_file(tmp_path: Path) -> None:
-    write_run(tmp_path, 2, plan="zero3", steps=14)
+    write_run(tmp_path, 1, plan="zero3", steps=14, batch=2)
     cluster = tmp_path / "cluster.toml"
     table = tomllib.loads(cluster.read_text())
     table["device"] |= {"source": "a probe", "marks": {"kernels.gemm": "fitted"}}
@@ -287,7 +252,7 @@ def test_a_run_on_a_probed_cluster_is_predicted_from_its_file(tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "as the cluster's file says, by a probe: 7 kFLOP/s per rank in large products" in done.stdout
     predicted = json.loads((tmp_path / "run" / "report.json").read_text())["predicted"]["time_s"]
-    assert predicted["forward"] + predicted["backward"] > 300
+    assert predicted["forward"] + predicted["backward"] > 100
     assert "predicted step time +" in done.stdout
     judged = "other programs took" not in done.stdout  # beside others there is no verdict
     assert ("OUTSIDE its limit of 20 %" in done.stdout) == judged
@@ -318,7 +283,9 @@ def test_a_paced_run_takes_as_long_as_its_links_say_and_is_predicted_so(
     assert sum(report["predicted"]["time_s"].values()) > least_s
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_a_number_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_run(tmp_path, 1, plan="ddp", steps=40, checkpoint_every=1, keep_checkpoints=50)
     done = terrace("train", "--config", "run.toml", "--folder", "run", *GROWING.split(), cwd=tmp_path)
     assert done.returncode == 1
@@ -326,25 +293,30 @@ def test_a_loss_that_is_not_a_number_ends_the_run(tmp_path: Path) -> None:
     saved = sorted(os.listdir(tmp_path / "run" / "checkpoints"))
     assert len(saved) == len(losses(tmp_path / "run")) - 1  # none after the bad step
     number, before = len(losses(tmp_path / "run")), bytes_of(tmp_path / "run")
-    again = terrace("replay", "run", "--step", str(number), cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    first = next(line for line in again.stdout.splitlines() if line.startswith("first: "))
+    monkeypatch.chdir(tmp_path)
+
+    def replayed(step: int) -> str:
+        assert main(["replay", "run", "--step", str(step)]) == 0
+        return capsys.readouterr().out
+
+    again = replayed(number)
+    first = next(line for line in again.splitlines() if line.startswith("first: "))
     assert first.removeprefix("first: ") in done.stderr
-    assert again.stdout.count("nan") + again.stdout.count("inf") > 1
+    assert again.count("nan") + again.count("inf") > 1
     assert bytes_of(tmp_path / "run") == before, "replay only reads the run folder"
-    well = terrace("replay", "run", "--step", "1", cwd=tmp_path)
-    assert "All results are finite." in well.stdout, well.stderr
-    figures = next(line for line in well.stdout.splitlines() if line.startswith("step 1: loss "))
+    well = replayed(1)
+    assert "All results are finite." in well
+    figures = next(line for line in well.splitlines() if line.startswith("step 1: loss "))
     now, then = (re.findall(r"[\d.]+", part) for part in figures.removeprefix("step 1: ").split("; in the run "))
     assert now == then == [f"{losses(tmp_path / 'run')[0]:.6g}", now[1]]
-    assert "from its initial values" in well.stdout
-    over = terrace("replay", "run", "--step", "41", cwd=tmp_path)
-    assert "--step 41: the run has steps 1 to 40" in one_line(over.stderr)
+    assert "from its initial values" in well
+    assert main(["replay", "run", "--step", "41"]) == 2
+    assert "--step 41: the run has steps 1 to 40" in one_line(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
     ("how", "code", "said"),
-    [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, ENDED), *nightly(("SIGTERM to all", 143, ENDED))],
+    [("SIGTERM", 143, ENDED), *nightly(("SIGINT", 130, "interrupted"), ("SIGTERM to all", 143, ENDED))],
 )
 def test_a_signal_ends_a_run_in_order(tmp_path: Path, how: str, code: int, said: str) -> None:
     """Having saved after its last step. A job may send the signal to every process of it."""

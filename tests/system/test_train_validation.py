@@ -233,7 +233,8 @@ def plain_loss(run: Path, table: dict[str, Any]) -> tuple[float, int]:
 def test_the_best_checkpoint_stays_and_a_run_goes_on_with_the_same_evaluations(pool: LocalPool, tmp_path: Path) -> None:
     """A rate so high that the loss rises: the best checkpoint is an early one."""
     keys = {"keep_best": "holdout", "keep_checkpoints": 1, "eval_every": 1, "schedule": "constant"}
-    table = table_of(tmp_path, 1, 2, plan={}, train=keys, optimizer={"lr": 0.5})
+    alone = {"eval": {}, "chat_template": ""}
+    table = table_of(tmp_path, 1, 2, plan={}, train=keys, optimizer={"lr": 0.5}, data=alone)
     run, again = tmp_path / "run", tmp_path / "again"
     first = {**table, "train": table["train"] | {"steps": 3}}
     lines = trained(pool, first, run)

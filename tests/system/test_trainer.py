@@ -16,6 +16,7 @@ from terrace.base.errors import CheckpointError, ConfigError, ModelError, PlanEr
 from terrace.launch.start import LocalPool, World
 from terrace.model.decoder import token_loss
 from tests.support import warm
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import environment
 from tests.support.toys import cluster_of
 from tests.support.trainer_cases import TOLERANCE, Case, make, simple, steps, train
@@ -29,13 +30,15 @@ from tests.support.user_models import (
 )
 
 CASES = [
-    *(Case(model, "zero3", (1,), num_micros=2) for model in MODELS),
+    *nightly(*(Case(model, "zero3", (1,), num_micros=2) for model in MODELS)),
     *(Case(model, "zero3", (2,)) for model in MODELS),
     Case("convolution", {"preset": "zero3", "recompute": ["*"]}, (2,), num_micros=2),
     Case("convolution", "three-level", (2, 2), num_micros=2),
-    Case("tied", "three-level", (2, 1, 2)),
     Case("tied", {"preset": "zero1", "mapping": {"node": {"pipeline": 2}}, "micro_batch": 2}, (1, 2), num_micros=4),
-    Case("tied", {"preset": "zero3", "mapping": {"node": {"pipeline": 2}}, "micro_batch": 2}, (2, 2), num_micros=2),
+    *nightly(
+        Case("tied", "three-level", (2, 1, 2)),
+        Case("tied", {"preset": "zero3", "mapping": {"node": {"pipeline": 2}}, "micro_batch": 2}, (2, 2), num_micros=2),
+    ),
     Case("regression", "ddp", (2,), local=True),
     Case("tied", "zero3", (2,), local=True, num_micros=2),
 ]
@@ -256,9 +259,8 @@ def test_under_torchrun_the_trainer_joins_by_itself(tmp_path: Path) -> None:
 
 
 def test_importing_terrace_does_not_import_torch() -> None:
-    program = "import sys, terrace; assert 'torch' not in sys.modules; print(terrace.Trainer.__name__)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout == "Trainer\n", done.stderr
+    program = "import sys, terrace; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], timeout=100, check=True)
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
         terrace.Trainr  # noqa: B018
 
