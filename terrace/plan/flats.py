@@ -192,9 +192,9 @@ def block_flats(
             # One Layout object per set of ranks, shared by all flat buffers.
             if (factoring, axes) not in layouts:
                 layouts[factoring, axes] = Layout.of(cluster, plan, axes, mesh.of_param(groups[group][0]))
-            # Decayed matrices first: the optimizer applies weight decay to one contiguous prefix.
-            ordered = tuple(sorted(groups[group], key=lambda param: not param.decays))
-            matrices = [param for param in ordered if param.decays] if takes_whole and layer and trainable else []
+            # Matrices first, and then what decays else: the optimizer applies weight decay to one contiguous prefix.
+            ordered = tuple(sorted(groups[group], key=lambda param: (not param.decays, not param.is_matrix)))
+            matrices = [param for param in ordered if param.is_matrix] if takes_whole and layer and trainable else []
             whole = sum(param.numel for param in matrices)
             layout = layouts[factoring, axes]
             layout = layout.whole() if moved or factoring == _TABLES else layout

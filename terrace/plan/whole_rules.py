@@ -24,15 +24,9 @@ def check_whole_matrices(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpe
         )
     # Embedding and head are left to AdamW, as in Jordan's Muon.
     inner = [(block, param) for index, block in enumerate(blocks) if is_layer(blocks, index) for param in block.params]
-    # `decays` marks the weight matrices, as opposed to norms and biases.
-    matrices = [(block, param) for block, param in inner if param.trainable and param.decays and param.numel]
+    matrices = [(block, param) for block, param in inner if param.trainable and param.is_matrix and param.numel]
     if not matrices:
         raise PlanError(f"optimizer {rule.name!r} has no effect: no layer has a matrix that trains; use 'adamw'")
-    for _, param in matrices:
-        if not param.is_matrix:
-            raise PlanError(
-                f"optimizer {rule.name!r} takes matrices, and {param.name} has shape {param.shape}: use 'adamw'"
-            )
     # The smallest side of all, so that one change is enough.
     block, param = min(matrices, key=lambda each: min(each[1].part_shape))
     rows, columns = param.part_shape

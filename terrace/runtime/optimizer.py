@@ -94,5 +94,5 @@ def make_optimizer(
         return ShardedAdamW(master, gradient, num_decayed, config, start=start, storage=storage)
     assert isinstance(gradient, Tensor), "the host's cores update no whole matrices"
     if parse_update(config.update).projects:
-        return ShardedProjected(master, gradient, start, matrices, config, compute, storage, ShardedAdamW)
-    return ShardedMuon(master, gradient, start, matrices, config, compute, storage, ShardedAdamW)
+        return ShardedProjected(master, gradient, start, matrices, num_decayed, config, compute, storage, ShardedAdamW)
+    return ShardedMuon(master, gradient, start, matrices, num_decayed, config, compute, storage, ShardedAdamW)

@@ -55,13 +55,14 @@ class ShardedProjected(ShardedMatrices):
         gradient: Tensor,
         start: int,
         matrices: Sequence[Matrix],
+        num_decayed: int,
         config: OptimizerConfig,
         compute: torch.dtype,
         storage: Storage,
         others: type[Elementwise],
     ) -> None:
         self.group = config.group
-        super().__init__(master, gradient, start, matrices, config, compute, storage, others)
+        super().__init__(master, gradient, start, matrices, num_decayed, config, compute, storage, others)
         self._rule = parse_update(config.update)
         self._projection = projection_of(config)
         self.wholes = [

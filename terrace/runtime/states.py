@@ -53,6 +53,6 @@ def group_of(spec: ParamSpec, optimizer: OptimizerConfig, in_layer: bool) -> str
     """The group of a parameter; `in_layer` says that it belongs to a layer, not to the first or last block."""
     if not is_trained(spec):
         return spec.code or FROZEN
-    if parse_update(optimizer.update).takes_whole and not (in_layer and spec.decays):
+    if parse_update(optimizer.update).takes_whole and not (in_layer and spec.is_matrix):
         return ADAMW
     return optimizer.group

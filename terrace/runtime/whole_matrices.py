@@ -27,8 +27,9 @@ from terrace.runtime.stored import State, Storage, passing
 class ShardedMatrices:
     """Updates `matrices` in `master` as wholes, and the elements after them by `others`, which is AdamW.
 
-    `master` is the slice of the flat buffer from `start` on. `gradient` holds the finished gradient of the same
-    elements when `prepare` is called. `compute` is the dtype of products, `storage` how states are stored.
+    `master` is the slice of the flat buffer from `start` on, whose first `num_decayed` elements decay. `gradient` holds
+    the finished gradient of the same elements when `prepare` is called. `compute` is the dtype of products, `storage`
+    how states are stored.
     """
 
     group = ""  # name of the group of its matrices (terrace.runtime.states)
@@ -39,6 +40,7 @@ class ShardedMatrices:
         gradient: Tensor,
         start: int,
         matrices: Sequence[Matrix],
+        num_decayed: int,
         config: OptimizerConfig,
         compute: torch.dtype,
         storage: Storage,
@@ -57,7 +59,9 @@ class ShardedMatrices:
         self._master = [] if self._parameters.rests_below else [master]
         self._rest: Elementwise | None = None
         if rest.start < rest.stop or storage.passes(STATES):
-            self._rest = others(master[rest], gradient[rest], 0, config, start=start + rest.start, storage=storage)
+            self._rest = others(
+                master[rest], gradient[rest], num_decayed, config, start=start + rest.start, storage=storage
+            )
 
     def _make_states(self, storage: Storage, device: torch.device) -> tuple[State, ...]:
         """Make the states of the slice's elements that belong to matrices, besides the parameters."""

@@ -74,6 +74,7 @@ CUTTING: list[tuple[Sizes, Case]] = [
     ((2, 2), Case(exact("zero3", cluster_of(2, 2), experts={"node": {"rows": 2}}), model="experts")),
 ]
 CUTTING_BY_NIGHT: list[tuple[Sizes, Case]] = [
+    ((2, 2), Case(exact("zero3", cluster_of(2, 2), mapping=ROWS), num_micros=2, model="wide linear")),
     ((2, 2), Case(exact("zero3", cluster_of(2, 2), mapping=ROWS), num_micros=2, model="latent")),
     ((4,), Case(exact("ddp", cluster_of(4), mapping={"package": {"tensor": {"columns": 4}}}), model="wide gpt2")),
     (
@@ -108,7 +109,10 @@ EACH = [name for name in ALL if name not in PROJECTED]
 # Which expert a matrix is decides what is drawn for its projectors.
 APART = (2, 2), Case(exact("zero3", cluster_of(2, 2), experts={"package": {"expert": 2}}), model="experts")
 TURNS = [*in_turns(4, EACH, [*CASES, *NIGHTLY]), *in_turns(4, PROJECTED, WIDE_ENOUGH), ("lsp", APART)]
+# The weights of convolutions are AdamW's, and decay.
+CONVOLVING = (2, 2), Case(exact("zero1", cluster_of(2, 2)), num_micros=2, model="linear")
 TURNS += [("muon", row) for row in CUTTING]
+TURNS += [("muon", CONVOLVING), pytest.param("galore", CONVOLVING, marks=pytest.mark.nightly)]
 TURNS += [pytest.param("muon", row, marks=pytest.mark.nightly) for row in CUTTING_BY_NIGHT]
 
 

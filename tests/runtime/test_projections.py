@@ -47,7 +47,9 @@ def updated(config: OptimizerConfig, shape: tuple[int, int], gradients: list[Ten
     storage = Storage(torch.float64)
     whole = tuple(slice(0, size) for size in shape)
     matrix = Matrix("x.w%0", shape, shape, 0, value.numel(), (MatrixPart(0, whole),), whole)
-    optimizer = ShardedProjected(value, gradient, 0, [matrix], config, torch.float64, storage, ShardedAdamW)
+    optimizer = ShardedProjected(
+        value, gradient, 0, [matrix], value.numel(), config, torch.float64, storage, ShardedAdamW
+    )
     assert optimizer.nbytes == 8 * numbers_of(parse_update(config.update), shape)
     for each in gradients:
         gradient.copy_(each.reshape(-1))

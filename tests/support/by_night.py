@@ -44,8 +44,8 @@ BY_NIGHT: dict[str, tuple[str, ...]] = {
     # By day replay is compared with its definition on one and on four ranks in fp64.
     "rl/test_router_replay.py": ("test_in_bf16_training_finds_what_was_drawn",),
     "system/test_sparse_messages.py": (
-        "test_a_run_equals_the_simulation[sizes1-ddp {'sync': {'package': 'topk:64', 'node': 'topk:64'}}]",
-        "test_a_run_equals_the_simulation[sizes3-hsdp {'sync': {'system': 'topk:32+feedback'}}]",
+        "test_a_run_equals_the_simulation[sizes0-ddp {'sync': {'package': 'topk:64', 'node': 'topk:64'}}]",
+        "test_a_run_equals_the_simulation[sizes2-hsdp {'sync': {'system': 'topk:32+feedback'}}]",
     ),
     "system/test_coded_islands.py": (
         "test_rings_of_coded_changes_equal_a_simulation_that_codes_them[(3,)-Outer(tier='package', every=4, "

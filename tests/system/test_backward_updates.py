@@ -27,7 +27,7 @@ NO_CLIP = OptimizerConfig(lr=3e-3, clip=0.0)
 @pytest.mark.parametrize(
     ("placement", "model", "changes", "keep"),
     in_turns(
-        7,
+        17,
         ("ddp", "zero1", "zero3", "three-level"),
         ("llama tied", "llama, frozen layer"),
         ({}, {"unit": 2}, {"compute": "bf16"}, {"recompute": ("*",)}),

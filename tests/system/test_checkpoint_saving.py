@@ -168,7 +168,7 @@ def late(world: World, folder: Path) -> str:
     working = snapshot.write_all
 
     def slow(file: Any, data: memoryview) -> None:
-        time.sleep(2.0)
+        time.sleep(0.8)
         working(file, data)
 
     saver = Saver(make(world, (2,), "zero3"), world, folder, {}, 2, limit_s=0.3)

@@ -55,9 +55,11 @@ CASES: dict[tuple[int, ...], list[Declared]] = {
 
 
 # Four processes that import transformers take longer than the cases.
-@pytest.mark.parametrize(("sizes", "first"), [((2,), 1), *nightly(((2,), 0), ((2, 2), 0), ((2, 2), 1))], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "first"), [((2,), 1), *nightly(((2,), 0), ((2,), 2), ((2,), 3), ((2, 2), 0), ((2, 2), 1))], ids=str
+)
 def test_declared_models_equal_one_process(pool: LocalPool, sizes: tuple[int, ...], first: int) -> None:
-    cases = CASES[sizes][first::2]
+    cases = CASES[sizes][first::4]
     world = cluster_of(*sizes).world_size
     found = pool.run(world, train_on_ranks, cases, timeout_s=300.0)
     for index, case in enumerate(cases):

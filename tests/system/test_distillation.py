@@ -96,7 +96,14 @@ PLACES = {
     ),
 }
 # What they show is shown by the others as well: "mixed, both zero3" by its sibling in a pipeline.
-SELDOM = ("both zero3", "other micro-batches", "both in tensor rows", "both in pipelines", "mixed, both zero3")
+SELDOM: tuple[str, ...] = (
+    "both zero3",
+    "other micro-batches",
+    "both in tensor rows",
+    "both in pipelines",
+    "mixed, both zero3",
+)
+SELDOM += ("a student in a pipeline", "mixed, both in tensor rows")
 
 
 def config_of(table: dict[str, Any]) -> ModelConfig:

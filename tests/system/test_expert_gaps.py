@@ -124,14 +124,14 @@ def issued(program: Program) -> Mapping[int, list[tuple[str, str]]]:
     return lanes
 
 
-def test_lanes_keep_the_order_of_the_program(pool: LocalPool) -> None:
+@pytest.mark.parametrize("name", ["both", *nightly("reduce")])
+def test_lanes_keep_the_order_of_the_program(pool: LocalPool, name: str) -> None:
     """A REDUCE and a SYNC in gaps, on two lanes, between dispatches and combines; gathers in between overtake them."""
     cluster = cluster_of(2, 2)
-    for name in ("both", "reduce"):
-        case = Case(plan_of(name, cluster), num_micros=2, model="deep experts")
-        for in_order, held in pool.run(4, ordered, cluster, case, timeout_s=60.0):
-            assert in_order
-            assert all(measured == declared for measured, declared in held.values()), held
+    case = Case(plan_of(name, cluster), num_micros=2, model="deep experts")
+    for in_order, held in pool.run(4, ordered, cluster, case, timeout_s=60.0):
+        assert in_order
+        assert all(measured == declared for measured, declared in held.values()), held
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ from tests.support.tiny_runs import terrace, write_run
 
 
 def test_a_short_run_is_no_verdict_on_its_prediction(tmp_path: Path) -> None:
-    write_run(tmp_path, 2, steps=4)
+    write_run(tmp_path, 1, steps=4, batch=2)
     done = terrace("train", "--config", "run.toml", "--folder", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "run" / "report.json").read_text())

@@ -42,7 +42,7 @@ def test_four_ranks_equal_one_process(pool: LocalPool) -> None:
         "ddp", cluster, mapping={"package": {"tensor": 2, "pipeline": 2}}, tensor_chunks="fused", schedule="zb-h1"
     )
     cases = [
-        Case(fused(cluster, "zero3", {"rows": 4}), num_micros=2, model="wide llama, 1 kv head"),
+        Case(fused(cluster, "zero3", {"rows": 4}), model="wide llama, 1 kv head"),
         Case(fused(cluster, "ddp", {"rows": 2, "columns": 2}), model="wide gpt_neox"),
         Case(staged, num_micros=2, model="wide llama, 2 kv heads"),
     ]

@@ -161,7 +161,7 @@ def test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits(
         *nightly((3, (2, 2), {})),
         (6, (2, 2), {}),
         *nightly((4, (4,), {"preset": "zero1"})),
-        (4, (2, 2), {"preset": "ddp", "mapping": {"node": {"pipeline": 2}}, "schedule": "1f1b"}),
+        *nightly((4, (2, 2), {"preset": "ddp", "mapping": {"node": {"pipeline": 2}}, "schedule": "1f1b"})),
     ],
     ids=["3 ranks", "6 ranks", "another placement", "a pipeline"],
 )

@@ -62,10 +62,10 @@ AXES: list[Any] = [
 ]
 
 
+@pytest.mark.parametrize("keep", [WHOLE, *nightly(ON_HOST)], ids=["whole", "optimizer"])
 @pytest.mark.parametrize("mapping", AXES, ids=str)
-def test_axes_equal_one_process(pool: LocalPool, mapping: dict[str, Any]) -> None:
-    plans = [exact("zero1", CLUSTER, keep=keep, **mapping) for keep in (ON_HOST, WHOLE)]
-    check(pool, CLUSTER, [Case(plan, model="llama tied", num_micros=2) for plan in plans])
+def test_axes_equal_one_process(pool: LocalPool, mapping: dict[str, Any], keep: Keep) -> None:
+    check(pool, CLUSTER, [Case(exact("zero1", CLUSTER, keep=keep, **mapping), model="llama tied", num_micros=2)])
 
 
 def test_a_run_resumes_with_and_without_them(pool: LocalPool, tmp_path: Path) -> None:

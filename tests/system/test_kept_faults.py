@@ -18,6 +18,7 @@ from terrace.launch.start import LocalPool, World
 from terrace.plan.keep import MARK_BYTES, Keep
 from terrace.runtime.engine import Engine
 from tests.support.checkpoints import BATCH, make, train
+from tests.support.nightly import nightly
 
 STATES = {
     "optimizer": Keep(optimizer="disk", piece=128),
@@ -165,7 +166,7 @@ def without_direct_io() -> Iterator[None]:
         vars(os)["open"] = opens
 
 
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("state", ["optimizer", "activations", "table", *nightly("params", "grads")])
 def test_a_fault_of_the_file_is_one_line_and_the_run_resumes(pool: LocalPool, tmp_path: Path, state: str) -> None:
     ((whole, errors, losses),) = pool.run(1, faults, state, tmp_path, timeout_s=120.0)
     assert len(errors) == len(FAULTS)

@@ -74,6 +74,8 @@ CASES: dict[str, tuple[tuple[int, ...], Case, Keep]] = {
     "one rank": ((1,), case_of("ddp", (1,)), ON_DISK),
     "two ranks, all below": ((2,), case_of("zero3", (2,), optimizer=OPTIMIZERS["lion"]), ALL_ON_DISK),
     "the rest below": ((2,), case_of("zero3", (2,)), DENSE),
+}
+BY_NIGHT: dict[str, tuple[tuple[int, ...], Case, Keep]] = {
     "bf16, 1f1b": (
         (2, 2),
         case_of("zero1", (2, 2), DEEP, schedule="1f1b", compute="bf16", master="fp32", **STAGES),
@@ -81,8 +83,6 @@ CASES: dict[str, tuple[tuple[int, ...], Case, Keep]] = {
     ),
     "frozen": ((2,), case_of("ddp", (2,), "llama, many frozen ids", compute="fp32", master="fp32"), ON_DISK),
     "on the cores": ((2,), case_of("zero1", (2,)), ON_CORES),
-}
-BY_NIGHT: dict[str, tuple[tuple[int, ...], Case, Keep]] = {
     "sgd": ((2, 2), case_of("zero3", (2, 2), optimizer=SGD), ALL_ON_DISK),
     "without states": ((1,), case_of("ddp", (1,), optimizer=replace(SGD, momentum=0.0)), ON_DISK),
     "muon": ((2, 2), case_of("zero2", (2, 2), optimizer=OPTIMIZERS["muon"]), ALL_ON_DISK),

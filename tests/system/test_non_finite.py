@@ -143,7 +143,7 @@ CASES = {
 }
 
 
-OFTEN = ("feedback, backward", "pipeline")
+OFTEN = ("pipeline",)
 
 
 @pytest.mark.parametrize("names", [OFTEN, *nightly((tuple(name for name in CASES if name not in OFTEN),))], ids=len)

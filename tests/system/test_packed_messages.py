@@ -61,8 +61,11 @@ def in_bf16(case: Case) -> Case:
 @pytest.mark.parametrize(
     ("name", "sabotages"),
     [
-        *((name, ("some_do_not_fit",)) for name in ("refresh", "tensor", "stages", "context")),
-        *nightly(*((name, ("", "never_fits")) for name in CASES)),
+        *((name, ("some_do_not_fit",)) for name in ("refresh", "stages")),
+        *nightly(
+            *((name, ("some_do_not_fit",)) for name in ("tensor", "context")),
+            *((name, ("", "never_fits")) for name in CASES),
+        ),
     ],
 )
 def test_bits_are_those_of_bf16_whether_messages_fit_or_not(

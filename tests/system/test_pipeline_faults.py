@@ -69,11 +69,11 @@ PHASES = {
 
 @pytest.mark.parametrize(
     ("how", "phase"),
-    [("SIGKILL", "steady"), ("computing", "drain")]
+    [("SIGKILL", "steady")]
     + [
         pytest.param(*case, marks=pytest.mark.nightly)
         for case in product(("SIGKILL", "computing"), PHASES)
-        if case not in (("SIGKILL", "steady"), ("computing", "drain"))
+        if case != ("SIGKILL", "steady")
     ],
 )
 def test_every_other_stage_names_the_one_that_stopped(pool: LocalPool, phase: str, how: str) -> None:

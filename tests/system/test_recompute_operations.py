@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -108,11 +109,13 @@ def train_both(world: World, cluster: Cluster, cases: Sequence[Case]) -> list[tu
     return found
 
 
-@pytest.mark.parametrize(("compute", "half"), [("fp64", 1), *nightly(("fp64", 0), ("fp32", 0), ("fp32", 1))])
+@pytest.mark.parametrize(
+    ("compute", "first"), [("fp64", 1), *nightly(*product(("fp64",), (0, 2, 3)), *product(("fp32",), range(4)))]
+)
 @pytest.mark.parametrize("sizes", CASES, ids=str)
-def test_the_bits_of_what_is_kept(pool: LocalPool, sizes: tuple[int, ...], compute: str, half: int) -> None:
+def test_the_bits_of_what_is_kept(pool: LocalPool, sizes: tuple[int, ...], compute: str, first: int) -> None:
     """Losses, norms and parameters after three steps; each operation once in a backward, and no message more."""
-    rows = CASES[sizes][half::2]
+    rows = CASES[sizes][first::4]
     plans = [replace(each.plan, compute=compute, master=compute) for each, _ in rows]  # type: ignore[arg-type]
     cases = [replace(each, plan=plan) for (each, _), plan in zip(rows, plans, strict=True)]
     cluster = cluster_of(*sizes)
@@ -137,7 +140,7 @@ TRIES = 3
 def test_a_layer_of_tensor_ranks_keeps_the_predicted_bytes(pool: LocalPool, splits: bool) -> None:
     """After a forward of the engine, on every rank; a dropped operation is 4 % and more of a layer."""
     cluster, sequence = cluster_of(2), 96
-    for recompute in ((), ("layers.*: attention",), ("layers.*: mlp",), ("layers.*: attention, mlp",)):
+    for recompute in (("layers.*: attention",), ("layers.*: mlp",)):
         plan = exact("ddp", cluster, mapping={"package": {"tensor": 2}}, sequence_parallel=splits, micro_batch=2)
         plan = replace(plan, compute="fp32", master="fp32", recompute=recompute)
         blocks = block_specs(LLAMA)

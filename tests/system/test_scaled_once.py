@@ -67,7 +67,11 @@ ALONE = [
 ]
 
 
-@pytest.mark.parametrize("each", ALONE, ids=lambda each: f"{each.model} {each.plan.products} {each.plan.recompute}")
+@pytest.mark.parametrize(
+    "each",
+    [*ALONE[4:6], *nightly(*ALONE[:4], *ALONE[6:])],
+    ids=lambda each: f"{each.model} {each.plan.products} {each.plan.recompute}",
+)
 def test_one_process(each: Case) -> None:
     compare(both(WORLD, cluster_of(1), [each]), [each])
 
@@ -83,7 +87,7 @@ GRIDS: dict[tuple[int, ...], list[Case]] = {
         case("zero3", (2,), 1, model="wide mixture of sixteens", experts={"package": {"expert": 2}}),
     ],
     (2, 2): [
-        case("ddp", (2, 2), 4, products="fp8:row", schedule="zbv", **PIPELINE),
+        case("ddp", (2, 2), 2, products="fp8:row", schedule="zbv", **PIPELINE),
     ],
 }
 NIGHTLY = {

@@ -163,11 +163,11 @@ def sparse_plan(preset: str, sizes: tuple[int, ...], **wire: dict[str, str]) -> 
 
 
 CASES = [
-    ((2, 2), sparse_plan("ddp", (2, 2), sync={"node": "topk:32+feedback"})),
     ((2, 3), sparse_plan("ddp", (2, 3), sync={"package": "topk:64", "node": "topk:64"})),
     ((2, 2), sparse_plan("zero2", (2, 2), reduce={"package": "topk:32+feedback", "node": "topk:64+feedback"})),
     ((2, 2, 2), sparse_plan("hsdp", (2, 2, 2), sync={"system": "topk:32+feedback"})),
     *nightly(
+        ((2, 2), sparse_plan("ddp", (2, 2), sync={"node": "topk:32+feedback"})),
         ((2, 2, 2), sparse_plan("three-level", (2, 2, 2), sync={"system": "topk:32+feedback"})),
         ((2, 2, 2), sparse_plan("ddp", (2, 2, 2), sync={"node": "topk+feedback", "system": "topk+feedback"})),
         ((3,), sparse_plan("ddp", (3,), sync={"package": "topk:32"})),

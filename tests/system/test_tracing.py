@@ -20,6 +20,7 @@ from terrace.simulate.curve import memory_curve
 from terrace.simulate.recording import record
 from terrace.simulate.stages import simulate_stages
 from terrace.simulate.trace import compared_trace_json
+from tests.support.nightly import nightly
 from tests.support.pages import events_of
 from tests.support.parity import ADAMW, Case, data_rows, engine_of
 from tests.support.pipelines import Place, pipelined
@@ -83,7 +84,7 @@ def exact(name: str, cluster: Cluster) -> Plan:
     return replace(preset(name, cluster), compute="fp64", master="fp64", wire={})
 
 
-@pytest.mark.parametrize("name", ["zero3", "three-level", "ddp"])
+@pytest.mark.parametrize("name", ["three-level", *nightly("zero3", "ddp")])
 def test_a_traced_step_has_every_instruction_in_its_place(pool: LocalPool, name: str) -> None:
     cluster = cluster_of(2, 2)
     plan = exact(name, cluster)
@@ -182,7 +183,7 @@ def test_stages_are_traced_with_what_they_send(pool: LocalPool) -> None:
         assert len(predicted) == len(step.passes[rank // 2])
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [2, *nightly(1)])
 def test_messages_of_experts_are_on_their_lanes(pool: LocalPool, chunks: int) -> None:
     """As many of each class in each pass as are predicted, on the same lanes; a wait names the message it was for."""
     cluster = cluster_of(2, 2)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from terrace.cli.main import main
 from terrace.launch.start import LocalPool, World
 from terrace.model.pair_kernels import describe
 from terrace.train import sample
@@ -84,9 +83,9 @@ def alone(pool: LocalPool, tmp_path_factory: pytest.TempPathFactory) -> list[dic
     "plan",
     [
         *nightly({"mapping": USP}),
-        {"mapping": USP, "micro_batch": 2, "recompute": ["layers.*"]},
+        *nightly({"mapping": USP, "micro_batch": 2, "recompute": ["layers.*"]}),
         *nightly({"balance": "cost"}),
-        {"balance": "cost", "mapping": {"package": {"context": {"ulysses": 2}}}, "micro_batch": 2},
+        *nightly({"balance": "cost", "mapping": {"package": {"context": {"ulysses": 2}}}, "micro_batch": 2}),
         {"balance": "cost", "mapping": {"node": {"pipeline": 2}}, "schedule": "1f1b"},
     ],
     ids=["usp", "usp, rows of two", "cost", "cost on parts", "cost in a pipeline"],
@@ -116,12 +115,3 @@ def test_a_run_goes_on_with_the_same_bits_and_without_the_axis(pool: LocalPool, 
     assert [line["balance"] is None for line in plain] == [False] * MIDDLE + [True] * MIDDLE
     for mine, other in zip(figures(plain), figures(whole), strict=True):
         assert mine == pytest.approx(other, abs=1e-10, rel=0)
-
-
-def test_explain_shows_the_axis(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table_of(tmp_path, 2, 2, plan={})
-    words = ["--plan.preset", "zero3", "--plan.mapping.package.context.ulysses", "2", "--plan.balance", "cost"]
-    assert main(["simulate", "--view", "program", "--config", str(tmp_path / "run.toml"), *words, "--lines", "5"]) == 0
-    said = capsys.readouterr().out
-    assert "context" in said
-    assert "verified: " in said

@@ -48,9 +48,10 @@ def num_distinct(outcomes: list[Outcome]) -> int:
 
 # Every format crosses every kind of message: those of three levels are five, on four ranks over one tier each.
 WORLDS = [
-    ("three-level", (2, 1, 2), ("int8", "int8:16", "fp8:32", "int4:16")),
+    ("three-level", (2, 1, 2), ("fp8:32", "int4:16")),
     ("ddp", (3,), ("int8", "fp8:32")),
     *nightly(
+        ("three-level", (2, 1, 2), ("int8", "int8:16")),
         ("three-level", (2, 2, 2), ("int4",)),
         ("zero++", (1, 4), ("int8:16", "int4:16")),
         ("zero1", (2, 2, 2), ("int8",)),
@@ -85,7 +86,7 @@ def test_comparison_sees_a_rank_that_keeps_its_own_part_unrounded(pool: LocalPoo
     assert num_distinct(outcomes) > 1
 
 
-@pytest.mark.parametrize("name", ["zero++", "three-level-compressed"])
+@pytest.mark.parametrize("name", ["three-level-compressed", *nightly("zero++")])
 @pytest.mark.parametrize("sizes", [(2, 3), *nightly(((2, 2, 2),), ((1, 2, 3),))], ids=str)
 def test_compressed_presets_train_in_bf16_on_odd_worlds(pool: LocalPool, name: str, sizes: Sizes) -> None:
     plan = replace(preset(name, cluster_of(*sizes)), compute="bf16")
@@ -169,7 +170,7 @@ def test_measured_error_is_there_for_block_formats_and_nothing_else(pool: LocalP
 def test_error_shrinks_as_the_format_widens(pool: LocalPool) -> None:
     cluster = cluster_of(2)
     found = []
-    for wire in ("int4:128", "int4:16", "fp8:16", "int8:128", "int8:16"):
+    for wire in ("int4:128", "fp8:16", "int8:128"):
         plan = replace(preset("zero2", cluster), wire={"reduce": {"package": wire}})
         found.append(pool.run(2, errors_of, cluster, plan, -1)[0][1]["reduce"])
     assert found == sorted(found, reverse=True)
