@@ -93,11 +93,13 @@ def test_without_a_product_the_contracts_of_imports_hold(left: Path) -> None:
     run(left, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command(['--no-cache'])")
 
 
+@pytest.mark.nightly  # by day contracts of imports and the command line say so, too
 def test_without_a_product_tests_of_the_rest_pass(left: Path) -> None:
     tests = [f"tests/{name}" for name in QUICK]
     assert " passed" in run(left, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", *tests)
 
 
+@pytest.mark.nightly
 def test_without_a_product_every_module_is_imported(left: Path) -> None:
     program = """
 import importlib, pathlib

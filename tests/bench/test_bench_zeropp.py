@@ -19,6 +19,7 @@ from terrace.program.instruction import Op
 from terrace.program.schedules.registry import schedule_names, takes_unit
 from terrace.simulate.step import predict_step
 from tests.support.exhaustive import exhaustive
+from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, evaluator_of, mesh_of, sized, small_task
 from tests.support.planner_cases import gpt as small_gpt
 
@@ -73,9 +74,9 @@ def test_longer_units_wait_less_and_keep_more() -> None:
     assert found[0].memory_bytes["grads_full"] == whole
 
 
-@pytest.mark.parametrize("name", ["dgx 2x3", "ethernet 2x2"])
+@pytest.mark.parametrize("name", ["dgx 2x3", *nightly("ethernet 2x2")])
 def test_the_search_of_units_equals_trying_everything(name: str) -> None:
-    task = small_task(CLUSTERS[name], batch=12)
+    task = small_task(CLUSTERS[name], batch=12 if name == "ethernet 2x2" else 6)
     space, evaluator = Space(task=task, axes=("data", "pipeline"), pins=ZEROPP), evaluator_of(task)
     everything = exhaustive(space, math.inf)
     assert len({each.candidate.unit for each in everything}) > 1

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.bisection import least
@@ -22,7 +22,6 @@ from bench.slow.bandwidth import (
 from terrace.simulate.step import predict_step
 
 
-@settings(deadline=None)
 @given(threshold=st.floats(1e-3, 1e6))
 def test_the_least_number_is_found(threshold: float) -> None:
     found = least(lambda number: number >= threshold, 1e-6, 1e9)

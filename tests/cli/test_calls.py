@@ -45,6 +45,7 @@ except SystemExit:
 """
 
 
+@pytest.mark.nightly  # by day the work of programs and plays is counted: tests/program, tests/simulate
 def test_a_plan_of_gpt3_on_16384_devices_calls_few_functions(tmp_path: Path) -> None:
     """The whole command, whose seconds depend on the machine and its load."""
     model = tmp_path / "config.json"
@@ -92,16 +93,17 @@ def calls_of_steps(world: World, job: RunJob) -> tuple[int, int]:
 
 
 @pytest.mark.timeout(120)
-def test_an_instruction_of_a_step_calls_few_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instruction_of_a_step_calls_few_functions(
+    pool: LocalPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step of `make train`, hooks and data included; what only the first steps or the last does is not counted."""
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path, 2)
     cluster = {"device": {"marks": {"kernels.gemm": "measured"}}}
     found = []
-    with LocalPool(2) as pool:
-        for steps in (6, 12):
-            run = resolve("run.toml", {}, {"cluster": cluster, "train": {"steps": steps}})
-            found.append(pool.run(2, calls_of_steps, prepare(run, tmp_path / f"run {steps}", None)))
+    for steps in (6, 12):
+        run = resolve("run.toml", {}, {"cluster": cluster, "train": {"steps": steps}})
+        found.append(pool.run(2, calls_of_steps, prepare(run, tmp_path / f"run {steps}", None)))
     (short, num_instructions), (long, _) = (max(ranks) for ranks in found)
     check_calls(round((long - short) / 6 / num_instructions), 37)
 

@@ -19,6 +19,7 @@ from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
 from terrace.simulate.footprint import work_of
 from terrace.train.resolve import resolve
+from tests.support.nightly import nightly
 from tests.support.planning import Planning, here
 
 __all__ = ["here"]
@@ -26,7 +27,7 @@ __all__ = ["here"]
 
 def test_a_plan_of_a_cluster_is_not_trained_on_this_machine(here: Planning) -> None:
     """Sixteen ranks with a CUDA device each: the advice and the refusal name the command for the cluster."""
-    code, out, _ = here.say("plan", "--nodes", "2", batch=16)
+    code, out, _ = here.say("plan", "--nodes", "2", "--axes", "data", batch=16)
     assert code == 0
     command = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m terrace train"
     assert f"to train, on each of the 2 machines: {command} --plan plan.toml" in out
@@ -92,7 +93,16 @@ def test_a_plan_with_a_tensor_axis_is_the_program_that_trains(here: Planning) ->
 
 def test_a_plan_says_what_it_was_made_for_and_can_be_moved(here: Planning) -> None:
     """Model, cluster and batch come from its [task] table; flags and dotted keys override them."""
-    words = ("--nodes", "3", "--cluster.tiers.node.size", "2", "--cluster.device.memory_bytes", "30e9")
+    words = (
+        "--nodes",
+        "3",
+        "--axes",
+        "data",
+        "--cluster.tiers.node.size",
+        "2",
+        "--cluster.device.memory_bytes",
+        "30e9",
+    )
     assert here.say("plan", *words, batch=48)[0] == 0
     here.model.unlink()
     (here.folder / "away").mkdir()
@@ -153,12 +163,14 @@ def test_a_task_written_by_hand_names_files_beside_the_plan(here: Planning) -> N
 @pytest.mark.parametrize(
     ("cluster", "pins"),
     [
-        ("dgx-a100", ("pipeline=2", "tensor=2")),
-        ("dgx-a100", ("pipeline=4", "params=system", "schedule=1f1b")),
-        ("frontier", ("tensor=2", "context=2", "pipeline=1")),
         ("frontier", ("pipeline=2", "schedule=interleaved", "recompute=layers")),
-        ("frontier", ("data=16",)),
         ("frontier", ("tensor=2", "context=1", "pipeline=1")),
+        *nightly(
+            ("dgx-a100", ("pipeline=2", "tensor=2")),
+            ("dgx-a100", ("pipeline=4", "params=system", "schedule=1f1b")),
+            ("frontier", ("tensor=2", "context=2", "pipeline=1")),
+            ("frontier", ("data=16",)),
+        ),
     ],
 )
 def test_what_plan_writes_simulate_plays_with_the_same_step(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from terrace.base import own_path
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import environment, write_run
 
 # Of the main process, the fork server and its tracker, ranks, replay and the generation of text.
@@ -61,10 +62,10 @@ def call(folder: Path, *words: str, script: str = "terrace", **variables: str) -
 
 
 @pytest.mark.timeout(350)
-def test_no_command_imports_a_module_of_the_working_folder(shadowed: Path) -> None:
+@pytest.mark.parametrize("more", [(), *nightly((("replay run --step 1", "generate run --prompt fox --tokens 2"),))])
+def test_no_command_imports_a_module_of_the_working_folder(shadowed: Path, more: tuple[str, ...]) -> None:
     write_run(shadowed, 2, plan="ddp", steps=2)
-    commands = ["train --config run.toml --folder run", "replay run --step 1", "generate run --prompt fox --tokens 2"]
-    call(shadowed, *commands, script="several")
+    call(shadowed, "train --config run.toml --folder run", *more, script="several")
 
 
 @pytest.mark.nightly  # learning from feedback is a module of its own, and its start as long as those above

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.base.errors import ClusterError, ConfigError, TerraceError
@@ -112,7 +112,6 @@ def test_preset_states_its_sources(name: str) -> None:
 # Ranks and coordinates
 
 
-@settings(deadline=None)
 @given(clusters)
 def test_coordinates_are_a_bijection_with_the_innermost_tier_fastest(cluster: Cluster) -> None:
     ranks = range(cluster.world_size)
@@ -122,7 +121,6 @@ def test_coordinates_are_a_bijection_with_the_innermost_tier_fastest(cluster: Cl
     assert [cluster.rank(position) for position in positions] == list(ranks)
 
 
-@settings(deadline=None)
 @given(clusters)
 def test_peers_partition_the_world_in_tier_order(cluster: Cluster) -> None:
     world = range(cluster.world_size)
@@ -134,7 +132,6 @@ def test_peers_partition_the_world_in_tier_order(cluster: Cluster) -> None:
             assert len({_without(cluster.coordinates(rank), index) for rank in group}) == 1
 
 
-@settings(deadline=None)
 @given(clusters)
 def test_a_tier_group_holds_the_groups_inside_it(cluster: Cluster) -> None:
     assert cluster.ranks_within(-1) == 1
@@ -143,7 +140,6 @@ def test_a_tier_group_holds_the_groups_inside_it(cluster: Cluster) -> None:
     assert cluster.ranks_within(len(cluster.tiers) - 1) == cluster.world_size
 
 
-@settings(deadline=None)
 @given(clusters)
 def test_a_device_has_no_peer_but_itself(cluster: Cluster) -> None:
     assert cluster.index("device") == -1
@@ -172,7 +168,6 @@ def test_coordinates_outside_the_tiers(coordinates: tuple[int, ...]) -> None:
         _cluster(2, 4).rank(coordinates)
 
 
-@settings(deadline=None)
 @given(clusters, st.integers(1, 100))
 def test_resized_changes_the_outermost_tier_only(cluster: Cluster, size: int) -> None:
     resized = cluster.resized(size)

@@ -26,7 +26,7 @@ from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, small_task
 @pytest.mark.parametrize(
     ("name", "axes", "batch"),
     [
-        ("dgx 4x2", ("data",), 8),
+        pytest.param("dgx 4x2", ("data",), 8, marks=pytest.mark.nightly),
         ("dgx 4x2", ("data", "tensor"), 4),
         pytest.param("frontier 2x1x2", ("data", "tensor", "pipeline"), 4, marks=pytest.mark.nightly),
         pytest.param("ethernet 2x2", ("data", "tensor", "context", "pipeline"), 4, marks=pytest.mark.nightly),
@@ -43,6 +43,7 @@ def test_the_search_is_near_trying_everything(name: str, axes: tuple[str, ...], 
         assert any(mesh.total(axis) > 1 for mesh in divided), axis
 
 
+@pytest.mark.nightly
 def test_the_search_does_with_attention_in_place_of_layers() -> None:
     """On several ranks experts are priced apart, and so is the recomputation of their layers."""
     task = small_task(CLUSTERS["dgx 4x2"], batch=4, model=MIXED)

@@ -1,7 +1,7 @@
 """Goodput in closed form against failures that are played one by one, and the interval against a scan."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -33,6 +33,7 @@ _JOBS = {
     "costly saves": ((16, 16.0), (0, 1.0), 100, 1200.0, 0.0, 99, 1.0, 1.0),
 }
 _DAILY = ("8 devices, 2 machines", "failures as often as saves", "slow writes", "too few spares")
+_NIGHTLY = [(name, "random") for name in _JOBS if name not in _DAILY]
 # Members, hours between failures of one, seconds absent, dead, between exchanges; spares, repair in hours.
 _MEMBERS = {
     "2 members": (2, 2.0, 300, 5, 0, 99, 1.0),
@@ -42,11 +43,6 @@ _MEMBERS = {
     "8 members, no spares": (8, 50.0, 600, 5, 600, 0, 24.0),
     "16 members, 2 spares": (16, 50.0, 600, 5, 600, 2, 10.0),
 }
-_MEMBERS_DAILY = ("16 members, 2 spares",)
-
-
-def _cases(all_of: Sequence[str], daily: Sequence[str]) -> list[object]:
-    return [*daily, *nightly(*(name for name in all_of if name not in daily))]
 
 
 def _agrees(closed: float, play: Callable[[int, int], float], num_failures: int) -> None:
@@ -55,8 +51,10 @@ def _agrees(closed: float, play: Callable[[int, int], float], num_failures: int)
     assert closed == pytest.approx(played, rel=0.01)
 
 
-@pytest.mark.parametrize("name", _cases([*_JOBS], _DAILY))
-def test_a_synchronous_job_by_its_events(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "repairs"), [*((name, "random") for name in _DAILY), *nightly(*_NIGHTLY, ("too few spares", "fixed"))]
+)
+def test_a_synchronous_job_by_its_events(name: str, repairs: str) -> None:
     (devices, hours), (machines, machine_hours), restart, stall, write, spares, repair, factor = _JOBS[name]
     failures = Failures(
         device_hours=hours, machine_hours=machine_hours, restart_s=restart, spares=spares, repair_hours=repair
@@ -65,21 +63,20 @@ def test_a_synchronous_job_by_its_events(name: str) -> None:
     job, save = Job(mean_s=mean_s, restart_s=failures.restart_s), Save(stall_s=stall, write_s=write)
     work_s = factor * job.best_work_s(save)
     closed = job.goodput(work_s, save) * (1 - waiting(mean_s, failures.repair_s, spares))
-    for repairs in ("random", "fixed") if name == "too few spares" else ("random",):
-        events = Synchronous(
-            parts=((devices, hours * HOUR), (machines, machine_hours * HOUR)),
-            restart_s=restart,
-            work_s=work_s,
-            stall_s=stall,
-            write_s=write,
-            spares=spares,
-            repair_s=repair * HOUR,
-            repairs=repairs,
-        )
-        _agrees(closed, events.play, 60_000)
+    events = Synchronous(
+        parts=((devices, hours * HOUR), (machines, machine_hours * HOUR)),
+        restart_s=restart,
+        work_s=work_s,
+        stall_s=stall,
+        write_s=write,
+        spares=spares,
+        repair_s=repair * HOUR,
+        repairs=repairs,
+    )
+    _agrees(closed, events.play, 60_000)
 
 
-@pytest.mark.parametrize("name", _cases([*_MEMBERS], _MEMBERS_DAILY))
+@pytest.mark.parametrize("name", ["16 members, 2 spares", *nightly(*[*_MEMBERS][:-1])])
 def test_members_that_come_and_go_by_their_events(name: str) -> None:
     members, hours, absent, dead, exchange, spares, repair = _MEMBERS[name]
     member_s, repair_s = hours * HOUR, repair * HOUR

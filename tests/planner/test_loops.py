@@ -54,9 +54,10 @@ def every_loop(loop: Loop, bounds: OuterBounds, rows: Sequence[Row]) -> Iterator
 @pytest.mark.parametrize(
     ("cluster", "rate", "text", "allowed"),
     [
-        ("dgx 4x2", 1e8, "every<=9", CODED),
         ("dgx 4x2", 2e8, "every<=6,fragments<=3", ()),
+        ("dgx 4x2", 1e8, "every<=4", CODED),
         *nightly(
+            ("dgx 4x2", 1e8, "every<=9", CODED),
             ("lab 2x2x2", 1e6, "every<=4", CODED[1:]),
             ("dgx 4x2", 3e8, "every<=8,delay<=2", CODED),
             ("dgx 4x2", 1e7, "every<=7,delay<=3,fragments<=2", CODED),

@@ -18,7 +18,7 @@ from tests.support.nightly import nightly
 from tests.support.planner_cases import long_13b
 
 SPACES = range(40)
-FEW = (1, 2, 7, 10, 21, 23, 25, 39)  # of some dozens of plans each, which are played in every run
+FEW = (1, 7, 10, 23)  # of some dozens of plans each, which are played in every run
 
 
 @cache
@@ -46,7 +46,9 @@ def gpt3_on_16384_devices() -> Space:
     return Space(task=Task(model=parse_model(GPT3), cluster=cluster, batch=1536, sequence=2048))
 
 
-@pytest.mark.parametrize("space", [gpt3_on_16384_devices(), *map(drawn_space, (*FEW, 11, 38))])
+@pytest.mark.parametrize(
+    "space", [gpt3_on_16384_devices(), *map(drawn_space, (*FEW, 11, 38)), *nightly(*map(drawn_space, (2, 21, 25, 39)))]
+)
 def test_no_small_change_is_faster_unless_a_pin_rules_it_out(space: Space) -> None:
     """Such as recomputing, which the search does only where memory asks for it."""
     found, evaluator = find(space)

@@ -96,8 +96,8 @@ def test_a_gpu_is_heated_for_half_the_budget_at_most(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(probing, "measure_sustained", heat)
     monkeypatch.setattr(probing, "HEAT_S", {"cpu": 30.0})
     world = World(0, 1, 0, 1, dist.HashStore())  # type: ignore[attr-defined]
-    found = probing._measure(world, cluster_of(1), torch.device("cpu"), 1.0, UNPACED, lambda what: None)
-    assert heated == [0.5]
+    found = probing._measure(world, cluster_of(1), torch.device("cpu"), 0.2, UNPACED, lambda what: None)
+    assert heated == [0.1]
     assert found.sustained is not None
     assert set(found.attention_kernels) == {"flash", "math"}
 

@@ -19,6 +19,7 @@ from terrace.program.segments import Run, Segments
 from terrace.program.text import program_text
 from tests.support.byte_formula import step_bytes
 from tests.support.effort import lines_run
+from tests.support.nightly import in_turns, nightly
 from tests.support.planner_cases import CLUSTERS, gpt
 from tests.support.state_formula import model_state_bytes
 from tests.support.totals import verify_stages
@@ -70,8 +71,7 @@ def assert_same(found: Sequence[Program], whole: Sequence[Program]) -> None:
 
 
 @pytest.mark.usefixtures("nothing_written_out")
-@pytest.mark.parametrize("place", ["device", "system"])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "place"), in_turns(2, SCHEDULES, ["device", "system"]))
 def test_a_pipeline_that_repeats_is_the_one_written_out(programs_of: Programs, schedule: str, place: str) -> None:
     unit = 4 if schedule.startswith("zeropp") else 1
     plan = plan_of(schedule, 4, place, unit, prefetch=3 if schedule == "zbv" else 1)
@@ -90,8 +90,7 @@ def test_a_pipeline_that_repeats_is_the_one_written_out(programs_of: Programs, s
 
 
 @pytest.mark.usefixtures("nothing_written_out")
-@pytest.mark.parametrize("unit", [1, 4])
-@pytest.mark.parametrize("prefetch", [0, 1, 5])
+@pytest.mark.parametrize(("unit", "prefetch"), in_turns(2, [1, 4], [0, 1, 5]))
 def test_one_stage_that_repeats_is_the_one_written_out(programs_of: Programs, unit: int, prefetch: int) -> None:
     # 123 is no multiple of the unit: the last unit is shorter.
     plan = plan_of(None, 1, "system", unit, prefetch=prefetch)
@@ -173,7 +172,7 @@ def verdict(programs: Sequence[Program]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv", "interleaved:2", "zeropp:2", None])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", None, *nightly("zb-h1", "interleaved:2", "zeropp:2")])
 def test_damage_has_the_verdict_of_the_program_written_out(programs_of: Programs, schedule: str | None) -> None:
     random, verdicts = Random(str(schedule)), []
     unit = 4 if schedule == "zeropp:2" else 1

@@ -16,6 +16,7 @@ from terrace.base.fitting import fitting
 from terrace.cli.main import main
 from terrace.report.plot import round_ticks
 from terrace.train.recorder import RunEvent
+from tests.support.nightly import nightly
 from tests.support.pages import checked
 from tests.support.tiny_runs import terrace, write_run
 
@@ -119,14 +120,15 @@ DAMAGES: tuple[Callable[[str, bytes, random.Random], bytes | None], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("rest", [False, *nightly(True)])
 @pytest.mark.parametrize("name", FILES)
 def test_no_damage_of_a_file_ends_in_a_traceback(
-    ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+    ran: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, rest: bool
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(ran, run)
     sound = (ran / name).read_bytes()
-    for number in range(FILES[name]):
+    for number in (number for number in range(FILES[name]) if (number % 3 != 0) == rest):
         draw = random.Random(f"{name} {number}")
         raw = draw.choice(DAMAGES)(name, sound, draw)
         (run / name).unlink(missing_ok=True)

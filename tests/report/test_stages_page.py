@@ -30,6 +30,7 @@ from terrace.simulate.recorded import RecordedStep, record_predicted
 from terrace.simulate.rows import close_up, step_timeline
 from terrace.simulate.step import Step, predict_step
 from terrace.simulate.trace import steps_trace_json
+from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, gpt, small_task
 
 DGX = CLUSTERS["dgx 4x2"]
@@ -125,7 +126,7 @@ def test_the_trace_has_a_process_a_stage_and_ends_with_the_step() -> None:
     assert {event["pid"] for event in events if event["ph"] == "C"} == set(range(4))
 
 
-@pytest.mark.parametrize("batch", [16, 512])
+@pytest.mark.parametrize("batch", [16, *nightly(512)])
 def test_the_page_holds_every_stage_and_needs_nothing_else(batch: int) -> None:
     step = recorded("interleaved:2", batch)
     found = changes(step.step) if batch == 16 else []

@@ -97,7 +97,8 @@ def test_only_one_place_gives_verdicts() -> None:
     """A second copy of the rule would differ from it one day."""
     found = set[str]()
     for path in (ROOT / "terrace").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if "OUTSIDE" in text else ():
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and "OUTSIDE" in node.value:
                 found.add(path.relative_to(ROOT).as_posix())
     assert found == {"terrace/program/report.py"}

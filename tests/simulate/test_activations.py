@@ -173,9 +173,7 @@ def scratch_bytes(config: ModelConfig, compute: str, sequence: int) -> int:
     return 2 * (tokens * (hidden + inner) + hidden * inner) if compute == "bf16" else 0
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("compute", DTYPES)
-@pytest.mark.parametrize("index", [0, 1, 2], ids=["embedding", "layer", "head"])
+@pytest.mark.parametrize(("index", "compute", "name"), in_turns(2, [0, 1, 2], DTYPES, MODELS))
 def test_what_the_decoder_keeps(name: str, compute: str, index: int) -> None:
     """Autograd's saved bytes exactly, and the peaks; in bf16 but for the scratch memory of oneDNN.
 
@@ -236,7 +234,7 @@ OPERATIONS_OF_CASES = [("attention",), ("mlp",), ("norms",), OPERATIONS]
 
 # A sequence of 64 has plain products in bf16, one of 256 fused attention.
 @pytest.mark.parametrize(
-    ("name", "compute", "sequence", "operations"), in_turns(3, MODELS, DTYPES, (64, 256), OPERATIONS_OF_CASES), ids=str
+    ("name", "compute", "sequence", "operations"), in_turns(6, MODELS, DTYPES, (64, 256), OPERATIONS_OF_CASES), ids=str
 )
 def test_a_layer_whose_operations_are_recomputed(
     name: str, compute: str, sequence: int, operations: tuple[str, ...]

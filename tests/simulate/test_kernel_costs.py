@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from terrace.base.errors import ClusterError
@@ -20,7 +20,6 @@ MEMORY_ONLY = replace(IDEAL, peak_flops_per_s={"bf16": 1e30})
 sizes = st.integers(1, 5000)
 
 
-@settings(deadline=None)
 @given(m=sizes, k=sizes, n=sizes, batch=st.integers(1, 64))
 def test_an_ideal_product_is_the_plain_roofline(m: int, k: int, n: int, batch: int) -> None:
     compute_s = 2 * m * k * n * batch / 312e12
@@ -28,7 +27,6 @@ def test_an_ideal_product_is_the_plain_roofline(m: int, k: int, n: int, batch: i
     assert gemm_s(IDEAL, m, k, n, batch) == pytest.approx(max(compute_s, memory))
 
 
-@settings(deadline=None)
 @given(m=sizes, k=sizes, n=sizes)
 def test_a_product_reaches_less_than_a_large_one(m: int, k: int, n: int) -> None:
     share = gemm_share(A100, m, k, n)

@@ -81,7 +81,6 @@ BY_NIGHT: dict[str, tuple[str, ...]] = {
         "test_a_decoder_saved_under_one_plan_is_there_under_every_other[rows 2 x columns 2 on one tier-gpt_neox]",
         "test_a_decoder_saved_under_one_plan_is_there_under_every_other[3 stages-llama, tied]",
     ),
-    "plan/test_memory.py": ("test_model_state_is_what_the_formula_says[three-level]",),
     "system/test_forward.py": (
         "test_an_evaluation_finds_the_loss_of_the_step_and_changes_nothing[1f1b, sharded]",
         "test_an_evaluation_finds_the_loss_of_the_step_and_changes_nothing[tensor]",
@@ -131,23 +130,12 @@ BY_NIGHT: dict[str, tuple[str, ...]] = {
     "system/test_going_on.py": ("test_a_run_that_stops_in_any_way_goes_on_with_the_same_bits[signal-4]",),
     # Another loop, cluster or pins of the same test stay.
     "cli/test_plan_members.py": ("test_a_plan_with_shares_is_written_and_is_the_step_that_simulate_plays[outer1]",),
-    "cli/test_plan_file.py": (
-        "test_what_plan_writes_simulate_plays_with_the_same_step[dgx-a100-pins1]",
-        "test_what_plan_writes_simulate_plays_with_the_same_step[frontier-pins2]",
-    ),
-    "bench/test_bench_zeropp.py": ("test_the_search_of_units_equals_trying_everything[dgx 2x3]",),
     # Searches beside trying everything: others of the same test, and the regret over drawn spaces, stay.
     "planner/test_expert_plans.py": ("test_the_search_is_near_trying_everything[frontier 2x1x2-axes4-4]",),
     "planner/test_ends.py": ("test_the_search_is_near_trying_everything_with_stages_without_a_layer[experts]",),
     "planner/test_differing.py": ("test_the_search_is_near_trying_everything[two look-ups-frontier 2x2x2-axes0]",),
-    "planner/test_headroom.py": ("test_the_fastest_plans_by_headroom_are_those_of_trying_everything[1.0]",),
     # The number that the screen advises is that of test_the_fewest_members_are_those_that_searching_every_size_finds.
     "planner/test_least_nodes.py": ("test_the_members_that_are_advised_fit_and_fewer_do_not",),
-    # The other product stays.
-    "test_installed_products.py": (
-        "test_without_a_product_tests_of_the_rest_pass[rl]",
-        "test_without_a_product_every_module_is_imported[lab]",
-    ),
     "rl/test_values.py": ("test_steps_equal_a_loop_over_responses[zero3-llama values]",),
     "data/test_chat_masks.py": (
         "test_masks_are_those_of_the_slow_reference[prefixes]",

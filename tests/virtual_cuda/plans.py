@@ -60,8 +60,8 @@ def planned(
 def placements() -> Iterator[Planned]:
     """Every preset, with and without recomputation; units and prefetches."""
     for number, name in enumerate(PRESETS):
-        yield planned(OUTER_TIER, name, "toy", steps=2, by_night=number % 2 == 1)
-        yield planned(ONE_TIER, name, "gpt2", recompute=("*",), by_night=number % 2 == 0)
+        yield planned(OUTER_TIER, name, "toy", steps=2, by_night=number % 4 != 0)
+        yield planned(ONE_TIER, name, "gpt2", recompute=("*",), by_night=number % 4 != 1)
     several: Sequence[dict[str, Any]] = ({"prefetch": 0}, {"prefetch": 3}, {"unit": 2}, {"unit": 2, "prefetch": 0})
     for number, changes in enumerate(several):
         name, again = ("zero3", "zero2")[number % 2], number % 2 == 0
@@ -74,11 +74,15 @@ def recomputed() -> Iterator[Planned]:
     """Operations that are recomputed alone, and blocks."""
     every = ("block.*: attention, mlp, norms",)
     yield planned(ONE_TIER, "zero3", recompute=every)
-    yield planned(ONE_TIER, "ddp", "gpt2", recompute=("block.* every 2: attention", "block.1: mlp, norms"))
-    yield planned(ONE_TIER, "zero3", "wide llama, window", micros=1, rows=PACKED, within=ORDER, recompute=every)
+    yield planned(
+        ONE_TIER, "ddp", "gpt2", recompute=("block.* every 2: attention", "block.1: mlp, norms"), by_night=True
+    )
+    yield planned(
+        ONE_TIER, "zero3", "wide llama, window", micros=1, rows=PACKED, within=ORDER, recompute=every, by_night=True
+    )
     rows: dict[str, Any] = {"mapping": {"package": {"tensor": 2}}}
     yield planned(ONE_TIER, "ddp", WIDE, within=ORDER, recompute=("block.*: attention, mlp",), **rows)
-    yield planned(ONE_TIER, "zero3", "mixture tied", micros=1, recompute=("block.* first 1: attention",))
+    yield planned(ONE_TIER, "zero3", "mixture tied", micros=1, recompute=("block.* first 1: attention",), by_night=True)
 
 
 def kept() -> Iterator[Planned]:
@@ -87,15 +91,16 @@ def kept() -> Iterator[Planned]:
     host = replace(keep, optimizer="host")
     for name, optimizer in (("ddp", ADAMW), ("zero3", OptimizerConfig(name="muon"))):
         for place in (keep, host):
-            again = (name == "ddp") == (place is host)
-            yield planned(ONE_TIER, name, "toy", steps=3, optimizer=optimizer, keep=place, by_night=again)
+            yield planned(ONE_TIER, name, "toy", steps=3, optimizer=optimizer, keep=place, by_night=True)
     yield planned(ONE_TIER, "zero1", steps=2, compute="bf16", master="fp32", within=ORDER_BF16, keep=keep)
     for name, keeps in (("ddp", replace(host, params="disk")), ("zero3", replace(keep, params="host"))):
         yield planned(ONE_TIER, name, "toy", steps=3, micros=2, keep=keeps, by_night=True)
-        yield planned(ONE_TIER, name, "toy", steps=2, micros=2, unit=2, keep=replace(keeps, grads="host"))
+        again = {"by_night": name == "ddp"}
+        yield planned(ONE_TIER, name, "toy", steps=2, micros=2, unit=2, keep=replace(keeps, grads="host"), **again)
     rows: dict[str, Any] = {"vocabulary": {"package": 2}, "within": ORDER}
     for place in (Keep(table="host", piece=64), replace(host, table="disk", params="host", piece=64)):
-        yield planned(ONE_TIER, "zero3", "llama, many ids", steps=3, keep=place, **rows)
+        again = {"by_night": place.table == "host"}
+        yield planned(ONE_TIER, "zero3", "llama, many ids", steps=3, keep=place, **again, **rows)
 
 
 def updated_on_host() -> Iterator[Planned]:
@@ -104,14 +109,14 @@ def updated_on_host() -> Iterator[Planned]:
     disk = replace(host, optimizer="disk", ring=3)
     for number, name in enumerate(("ddp", "zero1", "zero3", "zero++")):
         optimizer = OptimizerConfig(name="lion", lr=3e-3) if name == "zero1" else ADAMW
-        keep = (host, disk)[number % 2]
-        yield planned(ONE_TIER, name, "toy", steps=3, unit=2, optimizer=optimizer, keep=keep)
+        own: dict[str, Any] = {"keep": (host, disk)[number % 2], "by_night": name != "zero++"}
+        yield planned(ONE_TIER, name, "toy", steps=3, unit=2, optimizer=optimizer, **own)
     for keep in (replace(host, params="host"), replace(disk, params="disk")):
-        yield planned(ONE_TIER, "zero3", DEEP, steps=2, micros=1, keep=keep)
-    no_clip = replace(ADAMW, clip=0.0)
+        yield planned(ONE_TIER, "zero3", DEEP, steps=2, micros=1, keep=keep, by_night=keep.params == "host")
     for name, keep in (("ddp", replace(host, order="backward")), ("zero3", replace(disk, order="backward"))):
-        yield planned(ONE_TIER, name, DEEP, steps=2, unit=2, optimizer=no_clip, keep=keep)
-    form: dict[str, Any] = {"compute": "bf16", "master": "fp32", "within": ORDER_BF16}
+        own = {"keep": keep, "optimizer": replace(ADAMW, clip=0.0), "by_night": name == "zero3"}
+        yield planned(ONE_TIER, name, DEEP, steps=2, unit=2, **own)
+    form: dict[str, Any] = {"compute": "bf16", "master": "fp32", "within": ORDER_BF16, "by_night": True}
     yield planned(ONE_TIER, "zero2", steps=2, micros=1, keep=host, **form)
     yield planned(ONE_TIER, "ddp", steps=2, micros=1, keep=disk, **form)
 
@@ -119,7 +124,7 @@ def updated_on_host() -> Iterator[Planned]:
 def kept_inputs() -> Iterator[Planned]:
     """Inputs of blocks that leave after their forward, in several pieces, with and without a graph that has them."""
     host = Keep(activations="host", piece=64)
-    yield planned(ONE_TIER, "zero3", DEEP, steps=2, recompute=("block.*",), keep=host)
+    yield planned(ONE_TIER, "zero3", DEEP, steps=2, recompute=("block.*",), keep=host, by_night=True)
     # An input that comes back lies elsewhere in memory, which on some processors is another order of a sum.
     yield planned(ONE_TIER, "ddp", "deep gpt2", steps=2, unit=2, within=ORDER, keep=replace(host, activations="disk"))
     mapping = {"package": {"pipeline": 2}}
@@ -136,18 +141,18 @@ def pipelines() -> Iterator[Planned]:
         within = ORDER if "frozen" in model else BITS
         unit: dict[str, Any] = {"unit": 2} if schedule.startswith("zeropp") else {}
         own: dict[str, Any] = {"mapping": mapping, "schedule": schedule, **unit}
-        yield planned(ONE_TIER, "ddp", model, micros=4, within=within, by_night=number % 2 == 1, **own)
+        yield planned(ONE_TIER, "ddp", model, micros=4, within=within, by_night=number % 4 != 0, **own)
         if number % 2:
-            yield planned(ONE_TIER, "zero1", DEEP, micros=3, **turns[number % 3], **own)
+            again = number % 4 == 3
+            yield planned(ONE_TIER, "zero1", DEEP, micros=3, by_night=again, **turns[number % 3], **own)
 
 
 def coded_edges() -> Iterator[Planned]:
     """Activations and gradients in block formats between stages."""
     wire = {"pipeline": {"package": "int8:16"}, "pipeline_backward": {"package": "int4:16+feedback"}}
     for schedule in ("1f1b", "zb-h1"):
-        yield planned(
-            ONE_TIER, "ddp", DEEP, micros=2, mapping={"package": {"pipeline": 2}}, schedule=schedule, wire=wire
-        )
+        own: dict[str, Any] = {"mapping": {"package": {"pipeline": 2}}, "wire": wire, "by_night": schedule == "1f1b"}
+        yield planned(ONE_TIER, "ddp", DEEP, micros=2, schedule=schedule, **own)
 
 
 def tensors() -> Iterator[Planned]:
@@ -156,9 +161,9 @@ def tensors() -> Iterator[Planned]:
     models = (WIDE, "wide gpt2", "wide qwen3, 2 kv heads", "wide latent", "wide phi3", "wide llama, 1 kv head")
     for number, model in enumerate(models):
         name, mapping = "zero3" if number % 3 == 2 else "ddp", {"package": {"tensor": forms[number % 3]}}
-        yield planned(ONE_TIER, name, model, micros=1, within=ORDER, by_night=number > 3, mapping=mapping)
+        yield planned(ONE_TIER, name, model, micros=1, within=ORDER, by_night=number not in (0, 2), mapping=mapping)
     rows: dict[str, Any] = {"mapping": {"package": {"tensor": 2}}}
-    yield planned(ONE_TIER, "ddp", WIDE, micros=1, within=ORDER, sequence_parallel=False, **rows)
+    yield planned(ONE_TIER, "ddp", WIDE, micros=1, within=ORDER, sequence_parallel=False, by_night=True, **rows)
     yield planned(ONE_TIER, "ddp", WIDE, within=ORDER, tensor_chunks=2, **rows)
     again: dict[str, Any] = {"tensor_chunks": 3, "recompute": ("*",), "by_night": True}
     yield planned(ONE_TIER, "ddp", "wide gpt2", within=ORDER, **again, **rows)
@@ -168,7 +173,7 @@ def tensors() -> Iterator[Planned]:
 def fused() -> Iterator[Planned]:
     """Products that are one operation with their messages, divided by torch's own Python."""
     changes: dict[str, Any] = {"mapping": {"package": {"tensor": 2}}, "tensor_chunks": "fused"}
-    yield planned(ONE_TIER, "ddp", WIDE, within=ORDER, **changes)
+    yield planned(ONE_TIER, "ddp", WIDE, within=ORDER, by_night=True, **changes)
     yield planned(ONE_TIER, "ddp", "wide gpt2", micros=1, within=ORDER, recompute=("*",), **changes)
     yield planned(ONE_TIER, "ddp", "wide llama, 1 kv head", micros=1, rows=Rows(7), within=ORDER, **changes)
 
@@ -180,12 +185,12 @@ def contexts() -> Iterator[Planned]:
         rows = Rows(9) if number < 2 else PACKED
         if model == "wide gpt2":
             rows = Rows(7)
-        own: dict[str, Any] = {"mapping": {"package": {"context": form}}, "by_night": number == 2}
+        own: dict[str, Any] = {"mapping": {"package": {"context": form}}, "by_night": number != 1}
         yield planned(ONE_TIER, "zero3", model, micros=1 + number % 2, rows=rows, within=ORDER, **own)
     ring: dict[str, Any] = {"mapping": {"package": {"context": 2}}, "recompute": ("*",)}
     yield planned(ONE_TIER, "zero3", "wide llama, window", micros=1, rows=PACKED, within=ORDER, **ring)
     for model in ("llama tied", "wide llama, window"):
-        yield planned(ONE_TIER, "zero3", model, rows=PACKED, within=ORDER, by_night=model == "llama tied")
+        yield planned(ONE_TIER, "zero3", model, rows=PACKED, within=ORDER, by_night=True)
     for sequence in (16, 256):  # pairs of runs by flash attention's kernel, and by cuDNN's
         found = planned(
             ONE_TIER,
@@ -204,30 +209,30 @@ def experts() -> Iterator[Planned]:
     spread: dict[str, Any] = {"experts": {"package": {"expert": 2}}}
     models = ("experts in groups", "mixture, shared expert", "one of many experts", "all experts")
     for number, model in enumerate(models):
-        yield planned(ONE_TIER, "zero3", model, micros=1, by_night=number % 2 == 1, **spread)
+        yield planned(ONE_TIER, "zero3", model, micros=1, by_night=number != 2, **spread)
     for model in ("experts, noisy", "experts, cosine", "experts choose", "experts, even"):
-        yield planned(ONE_TIER, "zero2", model, micros=1)
+        yield planned(ONE_TIER, "zero2", model, micros=1, by_night=model in ("experts, cosine", "experts, even"))
     yield planned(ONE_TIER, "ddp", "experts", experts={"package": {"rows": 2}})
     for chunks in ({"forward": 2}, {"forward": 2, "backward": 2}, {"forward": 1, "backward": 3, "ahead": 1}):
-        own: dict[str, Any] = {"expert_chunks": chunks, "by_night": "backward" not in chunks}
+        own: dict[str, Any] = {"expert_chunks": chunks, "by_night": "ahead" not in chunks}
         yield planned(ONE_TIER, "zero1", "experts", micros=1, within=ORDER, **own, **spread)
-    yield planned(ONE_TIER, "zero3", "experts", within=ORDER, expert_gaps=(0.1, 0.5, 0.4), **spread)
+    yield planned(ONE_TIER, "zero3", "experts", within=ORDER, expert_gaps=(0.1, 0.5, 0.4), by_night=True, **spread)
     yield planned(ONE_TIER, "zero1", "experts", within=ORDER, expert_gaps=(0, 0, 1), by_night=True, **spread)
     two = {"forward": 1, "backward": 2}
     yield planned(
         ONE_TIER, "zero2", "experts", within=ORDER, expert_gaps=(0, 0, 0.25, 0.75), expert_chunks=two, **spread
     )
-    yield planned(ONE_TIER, "zero3", "experts", within=ORDER, recompute=("*",), unit=2, **spread)
+    yield planned(ONE_TIER, "zero3", "experts", within=ORDER, recompute=("*",), unit=2, by_night=True, **spread)
 
 
 def wires() -> Iterator[Planned]:
     """Messages in every format."""
     for number, wire in enumerate(("bf16", "fp32", "int8:16", "fp8:32", "int4:16", "int8:16+feedback")):
-        again = wire in ("fp32", "int4:16")
+        again = wire in ("fp32", "int4:16", "int8:16")
         found = planned(ONE_TIER, ("zero3", "zero1")[number % 2], "toy", steps=2, by_night=again)
         cluster, plan = cluster_of(*found.sizes), found.case.plan
         if "+" in wire:
-            yield planned(ONE_TIER, "zero2", "toy", steps=2, wire={"reduce": {"package": wire}})
+            yield planned(ONE_TIER, "zero2", "toy", steps=2, wire={"reduce": {"package": wire}}, by_night=True)
         else:
             yield found._replace(case=replace(found.case, plan=with_wires(cluster, plan, wire)))
     yield planned(ONE_TIER, "zero3", "gpt2", steps=2, wire={"reduce": {"package": "topk:32+feedback"}})
@@ -240,7 +245,7 @@ def optimizers() -> Iterator[Planned]:
     for name, more in (("lion", {}), ("muon", {"momentum": 0.9}), ("sgd", {}), ("sgd", {"momentum": 0.9}), *projected):
         optimizer = OptimizerConfig(name=name, lr=3e-3, **more)  # type: ignore[arg-type]
         # Projectors that are learned twice take the time of ten plans.
-        placement, again = "ddp" if name == "muon" else "zero3", more in ({}, lsp[0][1]) and name != "lion"
+        placement, again = "ddp" if name == "muon" else "zero3", name not in ("muon", "galore")
         yield planned(ONE_TIER, placement, "gpt2", steps=2, optimizer=optimizer, by_night=again)
     for states in ("bf16", "int8"):
         own: dict[str, Any] = {"optimizer_states": states, "by_night": states == "bf16"}
@@ -262,7 +267,7 @@ def islands() -> Iterator[Planned]:
         Outer(tier="node", every=1, delay=1, optimizer="average"),
     ):
         steps = 2 * outer.every + 1
-        again = outer.optimizer == "nesterov" and outer.fragments == 1
+        again = outer.fragments == 1 and outer.optimizer != "momentum"
         yield planned(OUTER_TIER, "ddp", "toy", micros=1, steps=steps, outer=outer, by_night=again)
 
 
@@ -276,14 +281,15 @@ def scaled() -> Iterator[Planned]:
     ):
         within = 2 * ORDER_BF16 if ":row" in products else BITS
         found = planned(ONE_TIER, "zero3", model, micros=1, rows=Rows(20), within=within, products=products, **more)
+        found = found._replace(by_night=":row" not in products or "+" in products)
         plan = replace(found.case.plan, compute="bf16" if within > BITS else "fp32", master="fp32")
         yield found._replace(case=replace(found.case, plan=plan))
 
 
 def saved() -> Iterator[Planned]:
     """Plans whose states differ, for checkpoints."""
-    yield planned(ONE_TIER, "zero3", "gpt2", steps=2, within=ORDER)
-    yield planned(ONE_TIER, "zero1", "toy", steps=2, within=ORDER)
+    yield planned(ONE_TIER, "zero3", "gpt2", steps=2, within=ORDER, by_night=True)
+    yield planned(ONE_TIER, "zero1", "toy", steps=2, within=ORDER, by_night=True)
     yield planned(ONE_TIER, "zero3", "toy", steps=2, within=ORDER, wire={"reduce": {"package": "int8:16+feedback"}})
     yield planned(ONE_TIER, "ddp", "experts", steps=2, within=ORDER, experts={"package": {"expert": 2}})
 
@@ -291,14 +297,14 @@ def saved() -> Iterator[Planned]:
 def on_four() -> Iterator[Planned]:
     """Plans that need several tiers or several axes."""
     for name in ("zero++", "three-level"):
-        yield planned(FOUR, name, "gpt2", within=ORDER)
+        yield planned(FOUR, name, "gpt2", within=ORDER, by_night=name == "zero++")
     axes: Sequence[tuple[str, int, dict[str, Any]]] = (
         (DEEP, 3, {"mapping": {"node": {"pipeline": 2}}, "schedule": "zb-h1"}),
         (WIDE, 1, {"mapping": {"package": {"tensor": 2}, "node": {"context": 2}}}),
         ("deep experts", 2, {"mapping": {"node": {"pipeline": 2}}, "experts": {"package": {"expert": 2}}}),
     )
     for model, micros, changes in axes:
-        yield planned(FOUR, "zero2", model, micros=micros, within=ORDER, **changes)
+        yield planned(FOUR, "zero2", model, micros=micros, within=ORDER, by_night=model != WIDE, **changes)
 
 
 def more_on_four() -> Iterator[Planned]:

@@ -7,6 +7,7 @@ import pytest
 
 from terrace.comm.process_group import new_group
 from terrace.launch.start import LocalPool, World
+from tests.support.nightly import nightly
 from tests.virtual_cuda.findings import Kind
 from tests.virtual_cuda.rehearsal import rehearsed
 from tests.virtual_cuda.rules import Entry, faults_of
@@ -29,7 +30,7 @@ def make(world: World, orders: Orders, limit_s: float) -> tuple[list[Entry], boo
     return rehearsal.log, False
 
 
-@pytest.mark.parametrize("name", ["rounds", "ring", "uncounted"])
+@pytest.mark.parametrize("name", ["rounds", "ring", *nightly("uncounted")])
 def test_groups_that_ranks_make_in_other_orders(pool: LocalPool, name: str) -> None:
     orders, limit_s = {"rounds": (ROUNDS, 60.0), "ring": (RING, LIMIT_S), "uncounted": (UNCOUNTED, LIMIT_S)}[name]
     logs, ended = zip(*pool.run(3, make, orders, limit_s), strict=True)

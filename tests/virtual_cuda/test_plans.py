@@ -1,6 +1,6 @@
 """Plans on the virtual device: the bits of the CPU, and no fault."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -33,20 +33,19 @@ def test_there_are_a_hundred_plans() -> None:
     assert sum(len(list(room())) for room in ROOMS.values()) >= 100
 
 
-def test_an_event_that_is_over_at_once_changes_nothing(pool: LocalPool) -> None:
-    for _, found in groupby(sorted(some(), key=_sizes), _sizes):
-        check(pool, list(found), completes="early")
+# A plan for each use of an event: lanes, messages of stages, exchanges that are late.
+EVENTS = (("placements", 0), ("pipelines", 2), ("islands", 2), *nightly(("wires", 3)))
 
 
-def test_checkpoints_are_the_cpus(pool: LocalPool, tmp_path: Path) -> None:
-    check_resumed(pool, list(saved()), tmp_path)
+@pytest.mark.parametrize(("room", "index"), EVENTS)
+def test_an_event_that_is_over_at_once_changes_nothing(pool: LocalPool, room: str, index: int) -> None:
+    check(pool, [list(ROOMS[room]())[index]], completes="early")
+
+
+@pytest.mark.parametrize("by_night", [False, *nightly(True)])
+def test_checkpoints_are_the_cpus(pool: LocalPool, tmp_path: Path, by_night: bool) -> None:
+    check_resumed(pool, [planned for planned in saved() if planned.by_night == by_night], tmp_path)
 
 
 def _sizes(planned: Planned) -> tuple[int, ...]:
     return planned.sizes
-
-
-def some() -> Iterator[Planned]:
-    """A plan for each use of an event: lanes, messages of stages, exchanges that are late."""
-    for room, index in (("placements", 0), ("pipelines", 2), ("islands", 2), ("wires", 3)):
-        yield list(ROOMS[room]())[index]

@@ -11,9 +11,10 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.nightly import examples
 from tests.virtual_cuda.findings import Kind
 from tests.virtual_cuda.rehearsal import rehearsed
 
@@ -37,7 +38,7 @@ ACTS = st.builds(
 )
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(ACTS, min_size=2, max_size=9))
 def test_clocks_find_what_all_orders_show(program: list[Act]) -> None:
     assert noticed(program) == bool(racing(program))

@@ -48,7 +48,7 @@ TRAINED: dict[str, tuple[str, ...]] = {
 }
 # Of `bench/gpu.py`: "tests" starts those that need a device, and kernels of Triton have none here.
 WITHOUT = {"tests", "codecs"}
-EVERY_DAY = ("exactness:streams", "training:engine compiled", "training:fsdp2", "products", "attention", "generation")
+EVERY_DAY = ("exactness:streams", "training:fsdp2", "attention", "generation")
 
 
 def checked(ran: Ran, ranks: int) -> None:
@@ -101,9 +101,9 @@ def test_what_is_done_with_a_run(pool: LocalPool, tmp_path: Path) -> None:
         checked(run(tmp_path, "terrace", *words), 0)
 
 
+@pytest.mark.nightly  # by day the parts of it: generation, pages and the hand-over in test_virtual_pages.py
 @pytest.mark.parametrize(
-    ("program", "more"),
-    [("mapped", ()), *nightly(("terrace", ("--algorithm.name", "ppo", "--run.mini_batch", "4")))],
+    ("program", "more"), [("mapped", ()), ("terrace", ("--algorithm.name", "ppo", "--run.mini_batch", "4"))]
 )
 def test_roles_learn_from_feedback(pool: LocalPool, program: str, more: tuple[str, ...], tmp_path: Path) -> None:
     """With keys and values in mapped pages, which go back before each update, or in gathered ones."""
