@@ -49,9 +49,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Place, Plan, str, int]:
     schedule = draw(st.sampled_from([*SCHEDULES, "interleaved:3", "interleaved:4", "zeropp:1", "zeropp:4"]))
     num_virtual = place.num_stages * num_chunks(schedule)
     assume(num_virtual <= 8)
-    micros = draw(st.integers(1, 9))
-    if schedule.startswith("interleaved"):
-        micros *= place.num_stages
+    micros = draw(st.integers(1, 9)) * (place.num_stages if schedule.startswith("interleaved") else 1)
     cuts = sorted(draw(st.sets(st.integers(1, 7), min_size=num_virtual - 1, max_size=num_virtual - 1)))
     stages = tuple(stop - start for start, stop in zip([0, *cuts], [*cuts, 8], strict=True))
     plan = pipelined(
