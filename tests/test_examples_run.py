@@ -114,7 +114,7 @@ def test_a_reward_function_teaches(how: str, tmp_path: Path) -> None:
     assert rewards[-1] > 2 * rewards[0], rewards
 
 
-@pytest.mark.parametrize("kind", ["own", "transformers"])
+@pytest.mark.parametrize("kind", ["transformers", *nightly("own")])
 def test_modules_are_trained_in_a_loop_of_ones_own(kind: str) -> None:
     if kind == "transformers":
         pytest.importorskip("transformers", reason="its model is trained")

@@ -12,13 +12,14 @@ from terrace.report.run_view import run_view
 from terrace.report.tables import utilisation
 from terrace.train.prediction import resolved_run
 from terrace.train.resolve import resolve
+from tests.support.nightly import nightly
 from tests.support.records import step_record, write_metrics
 from tests.support.tiny_runs import MODEL, write_run
 
 MIXTURE = {**MODEL, "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [4, *nightly(2, 8)])
 def test_islands_are_advised_where_they_can_be(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = str(write_run(tmp_path, 2).parent / "config.json")
     words = ["simulate", "--model", model, "--cluster", "local", "--ranks", str(ranks)]

@@ -16,6 +16,7 @@ from terrace.data.pieces import Unit
 from terrace.data.text import read_text
 from terrace.data.tokenizer import load_tokenizer
 from terrace.train.run_folder import LOCK, folder_lock
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import write_run
 
 
@@ -78,7 +79,7 @@ def _trainer(blocks: list[torch.nn.Module], **given: Any) -> terrace.Trainer:
     return terrace.Trainer(blocks, plan="zero3", cluster="local", loss=loss, lr=1e-2, **given)
 
 
-@pytest.mark.parametrize("name", ["lion", "muon"])
+@pytest.mark.parametrize("name", ["muon", *nightly("lion")])
 def test_a_preset_is_for_the_optimizer_that_the_trainer_is_given(name: str) -> None:
     trainer = _trainer([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 3)], optimizer={"name": name})
     assert trainer.plan.update == name

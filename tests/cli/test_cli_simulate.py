@@ -10,6 +10,7 @@ import pytest
 from terrace.base.words import counted
 from terrace.cli.overrides import take_word
 from tests.support.command_line import CommandLine, Said, without_torch
+from tests.support.nightly import in_turns
 from tests.support.tiny_runs import write_run
 
 
@@ -59,8 +60,9 @@ def test_a_plan_is_a_name_or_a_file_anywhere_among_the_words(here: Here) -> None
     assert "params /4, grads /4, optimizer /4" in here.say("own.toml", "--train.batch=16").out
 
 
-@pytest.mark.parametrize("sizes", [(1,), (3,), (2, 1, 2, 2)])
-@pytest.mark.parametrize("plan", ["ddp", "zero++", "three-level-compressed"])
+@pytest.mark.parametrize(
+    ("sizes", "plan"), in_turns(3, [(1,), (3,), (2, 1, 2, 2)], ["ddp", "zero++", "three-level-compressed"])
+)
 def test_any_cluster_has_a_page(here: Here, sizes: tuple[int, ...], plan: str) -> None:
     write_run(here.folder, *sizes, batch=24)
     said = here.say(plan, "--page", "p.html", "--trace", "t.json")

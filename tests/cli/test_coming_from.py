@@ -12,6 +12,7 @@ from terrace.base.coming_from import COMMANDS, OPTIONS, PLANS, RUN, command_for
 from terrace.cli.keys import dotted
 from terrace.cli.main import main, parser_of
 from terrace.plan.presets import PRESETS
+from tests.support.nightly import every
 
 # With heads and layers that an axis of two ranks divides.
 SIZES = ("--model.num_attention_heads", "4", "--model.num_key_value_heads", "4")
@@ -36,7 +37,7 @@ def test_there_are_four_tables() -> None:
     assert len(_rows()) > 40
 
 
-@pytest.mark.parametrize("words", _rows())
+@pytest.mark.parametrize("words", every(4, _rows()))
 def test_a_row_can_be_predicted(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["simulate", *SIZES, *shlex.split(words)])
     said = capsys.readouterr()

@@ -50,6 +50,7 @@ from terrace.train.config import RunConfig
 from terrace.train.prediction import checked_programs, kept_activations, resolved_run, step_of
 from terrace.train.resolve import resolve
 from tests.support.command_line import CommandLine
+from tests.support.nightly import every
 from tests.support.schedules import even_seconds, peak_activation_bytes
 
 PIPELINE = ["--plan", "ddp", "--plan.mapping.system.pipeline", "2"]
@@ -168,7 +169,7 @@ def test_memory_bytes_and_seconds_are_those_of_the_programs(here: Here) -> None:
     assert re.search(rf"^ +all +{bubble(step.reports):.1%} *$", out, re.M)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", every(3, SCHEDULES))
 def test_what_is_drawn_is_what_is_played(here: Here, schedule: str) -> None:
     """The rows of the table and of the picture are the passes of the programs, in the order of the schedule."""
     config = _config(schedule)
@@ -222,7 +223,7 @@ def test_the_program_is_that_of_the_stage_asked_for(here: Here) -> None:
     assert re.search(r"RECV activation b\d m0 from stage 0 +layers\.\d +system", last)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", every(3, SCHEDULES))
 def test_the_csv_file_is_the_schedule(here: Here, schedule: str) -> None:
     out = here.explain("--plan.schedule", schedule, "--lines", "2", "--csv", "order.csv")
     assert "wrote order.csv: the order of 2 stages" in out

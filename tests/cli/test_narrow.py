@@ -16,6 +16,7 @@ from terrace.cluster.presets import load_cluster
 from terrace.probe.assemble import assemble
 from terrace.report.table import Table
 from terrace.train.metrics import StepRecord
+from tests.support.nightly import in_turns
 from tests.support.planning import Planning, here
 from tests.support.probed import synthetic
 
@@ -135,7 +136,7 @@ _WIDE = (
 )
 
 
-@pytest.mark.parametrize("words", _WIDE, ids=lambda words: " ".join(words[:2]))
+@pytest.mark.parametrize("words", in_turns(2, _WIDE), ids=lambda words: " ".join(words[:2]))
 def test_no_figure_of_a_table_is_cut_at_60_or_80_columns(
     words: tuple[str, ...], here: Planning, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from terrace.plan.plan import Plan
 from terrace.program.instruction import PASSES, Op
 from terrace.program.lowering import build_stages
 from terrace.program.program import Program
+from tests.support.nightly import in_turns
 from tests.support.toys import cluster_of
 
 TIED = {
@@ -87,8 +88,7 @@ def comes_from_outside(chunks: tuple[range, ...], block: int, backward: bool, nu
     return 0 <= source < num_blocks and not any(source in chunk for chunk in chunks)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4, 8])
-@pytest.mark.parametrize("num_micros", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize(("num_stages", "num_micros"), in_turns(3, [2, 4, 8], [1, 3, 4, 8, 16]))
 def test_no_order_waits_where_a_group_carries_one_message_after_the_other(num_stages: int, num_micros: int) -> None:
     """As NCCL does; were all that goes to higher stages one group, zb-2p on 8 stages would wait in a circle."""
     blocks, cluster = block_specs(parse_model(TIED | {"num_hidden_layers": 14})), cluster_of(num_stages)

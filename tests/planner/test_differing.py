@@ -15,7 +15,7 @@ from terrace.planner.task import Candidate, Placement, Task, num_micros, plan_of
 from terrace.simulate.step import predict_step
 from tests.support.differing import differing, undeclared
 from tests.support.exhaustive import check_search
-from tests.support.nightly import nightly
+from tests.support.nightly import every, nightly
 from tests.support.planner_cases import CLUSTERS, SMALL, evaluator_of, mesh_of, small_task
 from tests.support.state_formula import model_state_bytes
 
@@ -69,7 +69,7 @@ def test_the_search_is_near_trying_everything(name: str, cluster: str, axes: tup
         assert shown.step_s == predict_step(step_of(task, plan_of(task, each.candidate))).step_s
 
 
-@pytest.mark.parametrize("schedule", [SERIAL, "1f1b", "zb-h1", "zbv", "interleaved"])
+@pytest.mark.parametrize("schedule", every(2, [SERIAL, "1f1b", "zb-h1", "zbv", "interleaved"]))
 @pytest.mark.parametrize("blocks", [block_specs(TIED), *models(TIED).values()], ids=["equal layers", *NAMES])
 def test_the_memory_of_a_plan_is_the_exact_account_of_its_fullest_stage(
     blocks: tuple[BlockSpec, ...], schedule: str

@@ -11,6 +11,7 @@ from terrace.planner.stages import SERIAL
 from terrace.planner.task import Candidate, Placement, Task
 from tests.support.exhaustive import meshes
 from tests.support.mixtures import GROUPED, SHARED, mixture
+from tests.support.nightly import nightly
 from tests.support.planner_cases import CLUSTERS, SMALL, adapted, evaluator_of, small_task
 
 MODELS = {
@@ -34,14 +35,11 @@ def frozen_task(model: str, patterns: tuple[str, ...], cluster: str = "dgx 2x3",
 @pytest.mark.parametrize(
     ("model", "patterns"),
     [
-        ("alike", ()),
         ("alike", CODED),
-        ("alike", EMBEDDING),
-        ("alike", LAYERS),
         ("alike", SOME_LAYERS),
-        ("experts", ()),
         ("experts", ROUTED),
         ("differing", ()),
+        *nightly(("alike", ()), ("alike", EMBEDDING), ("alike", LAYERS), ("experts", ())),
     ],
 )
 def test_a_search_prices_frozen_matrices_as_their_program_does(model: str, patterns: tuple[str, ...]) -> None:

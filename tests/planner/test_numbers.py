@@ -14,6 +14,7 @@ from terrace.simulate.step import predict_step
 from terrace.train.config import RunConfig
 from terrace.train.prediction import step_of
 from terrace.train.resolve import resolve
+from tests.support.nightly import every
 from tests.support.tiny_runs import MODEL
 
 RUNS: list[dict[str, Any]] = [
@@ -42,7 +43,7 @@ def every_choice(table: dict[str, Any]) -> dict[tuple[int, int], RunConfig]:
     return {each: run_of(table, micro_batch=each[0], unit=each[1]) for each in found}
 
 
-@pytest.mark.parametrize("table", RUNS)
+@pytest.mark.parametrize("table", every(2, RUNS))
 def test_the_choice_is_the_fastest_of_all_that_fit(table: dict[str, Any]) -> None:
     every = every_choice(table)
     seconds = {each: predict_step(step_of(run)).step_s for each, run in every.items()}

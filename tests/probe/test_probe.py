@@ -286,7 +286,7 @@ def _measure(world: World, cluster: Cluster) -> Samples:
     return measure(world, cluster, 1.0, lambda what: None)
 
 
-@pytest.mark.nightly  # by day cli/test_cli_probe.py has two ranks, and a single one is here
+@pytest.mark.nightly  # by day cli/test_cli_probe.py has two ranks
 def test_two_ranks_measure_the_same_and_it_makes_a_cluster() -> None:
     cluster = cluster_of(2, 1)
     with LocalPool(2) as pool:
@@ -335,6 +335,7 @@ def test_a_cpu_shows_what_streams() -> None:
     assert found.marks["kernels.stream"] == "fitted"
 
 
+@pytest.mark.nightly
 def test_a_single_rank_has_no_messages() -> None:
     cluster = cluster_of(1)
     with LocalPool(1) as pool:

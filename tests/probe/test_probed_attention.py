@@ -12,6 +12,7 @@ from terrace.cluster.presets import load_cluster
 from terrace.model.attention_kernel import AttentionKernel
 from terrace.probe.assemble import Probed, assemble
 from terrace.simulate.kernels import attention_s
+from tests.support.nightly import nightly
 from tests.support.probed import attention_of, synthetic
 
 KERNELS: tuple[AttentionKernel, ...] = get_args(AttentionKernel)
@@ -31,7 +32,7 @@ def _probed(name: str, true: Kernels | None = None) -> tuple[Device, Probed]:
     return machine.device, assemble(start, synthetic(machine))
 
 
-@pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "gb200-nvl72", "dgx-b200"])
+@pytest.mark.parametrize("name", ["dgx-h100", *nightly("dgx-a100", "gb200-nvl72", "dgx-b200")])
 def test_a_device_that_behaves_as_its_preset_keeps_its_attention_by_every_kernel(name: str) -> None:
     true, probed = _probed(name)
     assert list(_seconds(probed.cluster.device)) == pytest.approx(list(_seconds(true)), rel=0.03)

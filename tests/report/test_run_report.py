@@ -279,6 +279,7 @@ def test_the_page_opens_in_a_browser_without_a_network(ran: Path, tmp_path: Path
 
 
 @needs_browser
+@pytest.mark.nightly  # by day its script runs to the end in a browser
 def test_the_page_is_not_blank(ran: Path, tmp_path: Path) -> None:
     (tmp_path / "blank.html").write_text("<!doctype html><title>blank</title>")
     shares = {}

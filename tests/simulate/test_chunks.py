@@ -25,6 +25,7 @@ from terrace.simulate.routed import RoutedSeconds, alone_s, pass_steps
 from terrace.simulate.step import Step, predict_step, resolved
 from tests.support.expert_traffic import traffic_of
 from tests.support.mixtures import MIXTRAL, PLAIN, mixture
+from tests.support.nightly import every
 
 MODEL = mixture(replace(PLAIN, num_experts=16), hidden_size=256)
 LARGE = replace(MIXTRAL, num_layers=4, vocab_size=1000)
@@ -95,7 +96,7 @@ CASES: list[tuple[float, float, dict[str, Any], float]] = [
 ]
 
 
-@pytest.mark.parametrize(("rate", "penalty", "changes", "most"), CASES)
+@pytest.mark.parametrize(("rate", "penalty", "changes", "most"), every(2, CASES))
 def test_the_choice_is_as_fast_as_the_best_of_all_steps(
     rate: float, penalty: float, changes: dict[str, Any], most: float
 ) -> None:

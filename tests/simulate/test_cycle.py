@@ -18,6 +18,7 @@ from terrace.simulate.noting import WAIT_OUTER
 from terrace.simulate.stages import Pipeline
 from terrace.simulate.step import predict_step
 from tests.support.cycles import islands, loops, of_plan, step_of
+from tests.support.nightly import in_turns
 from tests.support.pipelines import INNER, pipelined
 from tests.support.planner_cases import sized, small_task
 from tests.support.slow_simulator import slow_cycle_s
@@ -113,8 +114,7 @@ def test_a_long_cycle_is_a_few_plays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(played) <= 25
 
 
-@pytest.mark.parametrize("shares", [0.0, 0.7])
-@pytest.mark.parametrize("rate", [1e-7, 1e-4])
+@pytest.mark.parametrize(("rate", "shares"), in_turns(2, [1e-7, 1e-4], [0.0, 0.7]))
 def test_stages_play_a_cycle_as_if_every_step_were_played(
     rate: float, shares: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

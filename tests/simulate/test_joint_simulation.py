@@ -22,7 +22,7 @@ from terrace.simulate.events import simulate
 from tests.support.byte_formula import step_bytes
 from tests.support.effort import lines_run
 from tests.support.joint_simulator import joint_time_s
-from tests.support.nightly import examples
+from tests.support.nightly import every, examples
 from tests.support.planner_cases import gpt
 from tests.support.state_formula import model_state_bytes
 
@@ -62,7 +62,7 @@ def _same(one: dict[str, float], other: dict[str, float]) -> bool:
     return all(one.get(name, 0.0) == pytest.approx(other.get(name, 0.0), abs=least_s) for name in one | other)
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", every(3, sorted(PRESETS)))
 @examples(12)
 @given(
     sizes=st.sampled_from([(2,), (3, 2), (1, 4), (2, 2, 2), (2, 1, 3)]),
@@ -90,7 +90,7 @@ def test_each_rank_of_a_world_takes_the_one_rank_s_step(
         assert _same(alone, time_s)
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", every(3, sorted(PRESETS)))
 @examples(6)
 @given(
     tensor=st.sampled_from([{"rows": 2}, {"columns": 2}, {"rows": 2, "columns": 2}]),

@@ -26,6 +26,7 @@ from terrace.simulate.work import Work
 from tests.support.activations import BATCH, DTYPES, HIDDEN, MODELS, layer_activations, rotary_tables
 from tests.support.adopted import as_in_a_run
 from tests.support.allocations import addresses, allocated, saved_bytes, seeded
+from tests.support.nightly import in_turns
 from tests.support.toys import cluster_of
 
 
@@ -103,8 +104,7 @@ ROWS: list[list[list[int]]] = [
 ]
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=str)
-@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(("window", "rows"), in_turns(2, [0, 70], ROWS), ids=str)
 def test_documents_keep_at_most_what_is_predicted(rows: list[list[int]], window: int) -> None:
     for compute in ("fp32", "bf16"):
         found = Measured("llama", window, compute, 256, rows)

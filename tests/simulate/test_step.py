@@ -113,8 +113,9 @@ def test_a_split_by_hand_is_kept_and_one_without_blocks_is_refused() -> None:
     assert resolved(step_of(16, None, 1)).plan.stages == ()
 
 
-@pytest.mark.parametrize("place", ["device", "system"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "interleaved:2", "zeropp:2"])
+@pytest.mark.parametrize(
+    ("schedule", "place"), in_turns(2, ["1f1b", "zbv", "interleaved:2", "zeropp:2"], ["device", "system"])
+)
 def test_recordings_of_all_stages_are_the_played_step_and_their_path_covers_it(schedule: str, place: str) -> None:
     unit = 4 if schedule.startswith("zeropp") else 1
     described = step_of(2 * 16, schedule, unit=unit, params=place, grads=place, optimizer=place)

@@ -30,6 +30,11 @@ def nightly(*cases: Any) -> list[Any]:
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.nightly) for case in cases]
 
 
+def every(number: int, cases: Iterable[Any]) -> list[Any]:
+    """These cases of a `parametrize`; one in `number` is run every day and the others nightly."""
+    return [nightly(case)[0] if index % number else case for index, case in enumerate(cases)]
+
+
 def in_turns(number: int, *axes: Iterable[Any]) -> list[Any]:
     """The grid of these axes; along each axis, one case in `number` is run every day and the others nightly."""
     return [

@@ -15,6 +15,7 @@ from terrace.generation.pages import BuildPool, PagePool, Span
 from terrace.generation.request import Request, Sampling
 from terrace.model.init import initialise
 from tests.support.generation import MODELS, make
+from tests.support.nightly import nightly
 from tests.virtual_cuda.faults import Damage, damaged
 from tests.virtual_cuda.findings import Kind
 from tests.virtual_cuda.pages import mapped_pages
@@ -68,7 +69,7 @@ def handed_over(blocks: Sequence[nn.Module], name: str, device: torch.device) ->
     return list(blocks)
 
 
-@pytest.mark.parametrize("name", ["llama", "window"])
+@pytest.mark.parametrize("name", ["window", *nightly("llama")])
 def test_generation_and_a_hand_over_write_what_a_cpu_does(name: str) -> None:
     config, sampling = MODELS[name], Sampling(temperature=1.0, top_k=0)
     requests = [Request(prompt=tuple(range(13)), num_tokens=9 + row, seed=row, sampling=sampling) for row in range(4)]
