@@ -21,7 +21,6 @@ from hypothesis import is_hypothesis_test, settings
 
 from terrace.base.collection import keep_all
 from tests.support.by_night import mark_by_night
-from tests.support.nightly import set_day
 from tests.support.workers import pytest_addoption, pytest_runtestloop  # noqa: F401  # hooks
 
 if TYPE_CHECKING:
@@ -42,11 +41,6 @@ for _number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test`; on small tensors threads wait for one another
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # an id of the hub, or a path that could be one, asks no network
 os.environ.pop("COLUMNS", None)  # tables follow it
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Draw fewer examples where nightly tests are left out."""
-    set_day(config.option.markexpr == "not nightly" and config.getoption("--hypothesis-profile") is None)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -76,6 +76,7 @@ def test_plans_that_tie_are_told_and_settled_by_bytes(here: Planning) -> None:
     assert (plan.params, plan.grads, plan.optimizer) == first[1:]
 
 
+@pytest.mark.nightly
 def test_new_words_fit_in_eighty_columns(here: Planning) -> None:
     asked = ("--tokens", "2e12", "--price", "2", "--plan", "ddp", "--full-attention-flops")
     code, out, _ = here.say("plan", "--nodes", "2", *asked, batch=64)
