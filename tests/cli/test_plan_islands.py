@@ -21,7 +21,7 @@ def _step(out: str) -> str:
 
 def test_a_plan_of_islands_is_written_and_is_the_step_that_simulate_plays(here: Planning) -> None:
     allowed = ("--allow", "outer=int4+feedback", "--allow", "outer.system=int8", "--allow", "reduce=int8")
-    code, out, _ = here.say("plan", *SLOW, "--outer", "every<=200", *allowed, "--axes", "data", "--best", "2")
+    code, out, _ = here.say("plan", *SLOW, "--outer", "every<=200", *allowed, "--best", "2")
     assert code == 0
     said = " ".join(out.split())
     assert "--outer every<=200: islands exchange every " in said

@@ -18,7 +18,7 @@ UNEQUAL = ("--nodes", "2", "--cluster.tiers.system.members", "[{ speed = 1.0 }, 
 def test_a_plan_with_shares_is_written_and_is_the_step_that_simulate_plays(
     here: Planning, outer: tuple[str, ...]
 ) -> None:
-    code, out, _ = here.say("plan", *UNEQUAL, *outer, "--axes", "data", "--best", "2", batch=256)
+    code, out, _ = here.say("plan", *UNEQUAL, *outer, "--best", "2", batch=256)
     assert code == 0
     found = re.search(
         r"shares = (\[.*?\]) of the 2 members of tier system: step ([\d.]+ \w+), with equal shares ([\d.]+ \w+), so "
