@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ClusterError
@@ -15,7 +15,6 @@ from terrace.cluster.width import Tree, share
 from terrace.cluster.wiring import by_degree, num_links
 from terrace.planner.stage_specs import data_cluster
 from terrace.simulate.links import hop_s, rate_bytes_per_s
-from tests.support.nightly import examples
 from tests.support.planner_cases import sized
 
 FRONTIER = load_cluster("frontier").tiers[1].links
@@ -32,7 +31,7 @@ def test_rings_of_a_node_of_frontier() -> None:
     assert by_degree(FRONTIER, 2, 4) == (1, 1, 2)
 
 
-@examples(40)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(3, 6), st.data())
 def test_rings_are_the_most_that_trying_everything_finds(size: int, data: st.DataObject) -> None:
     pairs = list(itertools.combinations(range(size), 2))
@@ -133,7 +132,7 @@ def test_a_message_takes_the_faster_algorithm() -> None:
     assert hop_s(rings, tier, 256, small) > 4 * hop_s(cluster, tier, 256, small)
 
 
-@examples(60)
+@settings(deadline=None, max_examples=60)
 @given(st.sampled_from(["dgx-h100", "ethernet", "frontier", "perlmutter"]), st.floats(1, 1e10), st.integers(1, 9))
 def test_wider_and_larger_messages_never_take_less(name: str, num_bytes: float, exponent: int) -> None:
     cluster = load_cluster(name).resized(1024)

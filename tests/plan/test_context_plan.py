@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ConfigError, PlanError
@@ -21,7 +21,6 @@ from terrace.plan.presets import parse_plan, preset
 from terrace.plan.slices import slice_blocks
 from terrace.plan.validate import num_micro_batches, validate
 from terrace.report.tables import plan_rows
-from tests.support.nightly import examples
 from tests.support.toys import cluster_of
 
 
@@ -156,7 +155,7 @@ def mappings(draw: st.DrawFn) -> tuple[list[int], dict[str, Any]]:
     return sizes, table
 
 
-@examples(30)
+@settings(max_examples=30, deadline=None)
 @given(mappings(), st.sampled_from(("tokens", "cost")), st.data())
 def test_pools_are_the_ranks_that_differ_on_their_axes_alone(
     case: tuple[list[int], dict[str, Any]], balance: Any, data: st.DataObject
@@ -186,7 +185,7 @@ def test_pools_are_the_ranks_that_differ_on_their_axes_alone(
     assert tuple(digits) == mesh.coordinates(found, ring_axes(plan))
 
 
-@examples(40)
+@settings(max_examples=40, deadline=None)
 @given(mappings())
 def test_states_are_cut_over_data_and_context(case: tuple[list[int], dict[str, Any]]) -> None:
     sizes, mapping = case
@@ -204,7 +203,7 @@ def test_states_are_cut_over_data_and_context(case: tuple[list[int], dict[str, A
         assert {ring_ranks[other] for other in mesh.members(first, ("ulysses", "ring"))} == {ring_rank}
 
 
-@examples(40)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 3), st.sampled_from((1, 2, 4)), st.sampled_from((1, 2, 3)), st.booleans())
 def test_ranks_hold_every_token(sequence: int, micro_batch: int, ulysses: int, ring: int, by_cost: bool) -> None:
     cluster = cluster_of(ulysses, ring)

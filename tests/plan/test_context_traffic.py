@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -37,7 +37,6 @@ from terrace.sequence.static import static_token_layout
 from terrace.sequence.token_layout import Exchange, num_rows
 from terrace.sequence.traffic import sent_bytes
 from tests.support.byte_formula import attention_totals, step_bytes
-from tests.support.nightly import examples
 from tests.support.tiny_runs import write_run
 from tests.support.totals import verify
 from tests.support.toys import cluster_of
@@ -88,7 +87,7 @@ def attention_of(plan: Plan, mesh: Mesh, sequence: int, blocks: Sequence[BlockSp
 TIERS = ("package", "node", "system")
 
 
-@examples(30)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from((1, 2)), st.sampled_from((1, 2, 3))), min_size=1, max_size=3),
     st.sampled_from((1, 2, 4, 8)),

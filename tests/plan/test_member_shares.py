@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
@@ -18,7 +18,6 @@ from terrace.plan.validate import num_micro_batches, validate
 from terrace.program.instruction import Op
 from terrace.program.lowering import build
 from terrace.program.program import Program
-from tests.support.nightly import examples
 from tests.support.toys import MODELS, cluster_of
 
 CLUSTER = cluster_of(2, 2, 2)
@@ -102,7 +101,7 @@ def test_members_send_the_same_messages_to_each_other_exactly_if_allowed(name: s
     assert allowed
 
 
-@examples(30)
+@settings(max_examples=30)
 @given(
     shares=st.lists(st.integers(1, 6), min_size=1, max_size=5).map(tuple),
     ranks=st.integers(1, 4),

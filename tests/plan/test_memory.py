@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ from terrace.plan.presets import preset
 from terrace.runtime.batch import Batch
 from terrace.runtime.flat_param import FlatParam
 from tests.support.memory_probe import Held, measure, measure_wide
-from tests.support.nightly import examples, nightly
+from tests.support.nightly import nightly
 from tests.support.state_formula import model_state_bytes
 from tests.support.toys import cluster_of, with_wires
 
@@ -130,7 +130,7 @@ SHAPES = st.lists(
 )
 
 
-@examples(100)
+@settings(max_examples=100, deadline=None)
 @given(SHAPES, st.integers(1, 4), st.integers(0, 8), st.sampled_from((("zero3", "eager"), ("ddp", "lazy"))))
 def test_peaks_of_uneven_tied_and_frozen_blocks(
     shapes: list[Shape], num_micros: int, prefetch: int, run: tuple[str, str]

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ConfigError, PlanError
@@ -21,7 +21,6 @@ from terrace.plan.presets import PRESETS, parse_plan, preset
 from terrace.plan.residency import recomputed
 from terrace.plan.state_bytes import keeps_master
 from terrace.plan.validate import num_micro_batches, validate
-from tests.support.nightly import examples
 from tests.support.toys import MODELS, cluster_of
 
 BLOCKS = tuple(
@@ -260,7 +259,7 @@ def test_a_refresh_that_rounds_on_the_first_tier_asks_for_a_master_copy(
 DEGREES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(DEGREES, st.integers(0, 5000))
 def test_slices_nest_and_partition(degrees: list[int], numel: int) -> None:
     cluster: Cluster = cluster_of(*degrees)

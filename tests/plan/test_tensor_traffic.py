@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
@@ -25,7 +25,6 @@ from terrace.plan.validate import validate
 from terrace.plan.wire import MessageClass
 from terrace.program.lowering import build
 from tests.support.byte_formula import step_bytes
-from tests.support.nightly import examples
 from tests.support.state_formula import model_state_bytes
 from tests.support.tensor_formula import block_messages
 from tests.support.toys import cluster_of
@@ -126,7 +125,7 @@ def test_a_whole_step_counts_recomputation_and_micro_batches() -> None:
     assert halved - numbers == (once - numbers) / 2
 
 
-@examples(40)  # a mesh of thousands of ranks, on a busy machine
+@settings(max_examples=40, deadline=None)  # a mesh of thousands of ranks, on a busy machine
 @given(st.lists(st.tuples(*[st.integers(1, 3)] * 4), min_size=1, max_size=3), st.data())
 def test_every_rank_has_one_place_on_the_mesh(degrees: list[tuple[int, int, int, int]], data: st.DataObject) -> None:
     """Places identify ranks; peers on an axis differ there alone and are in the order of their places."""

@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from terrace.cluster.cluster import Cluster
 from terrace.model.params import ParamSpec
@@ -20,7 +20,6 @@ from terrace.plan.wire import MessageClass
 from terrace.program.instruction import Op
 from terrace.program.lowering import build
 from tests.support.byte_formula import step_bytes
-from tests.support.nightly import examples
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.toys import cluster_of
 
@@ -300,7 +299,7 @@ def test_compressed_three_level_stays_below_080_s_between_nodes(a: int) -> None:
     assert in_s == 0.75 + 2 / 128
 
 
-@examples(120)
+@settings(max_examples=120, deadline=None)
 @given(settings_of_a_step())
 def test_program_sends_what_the_formula_says(case: Setting) -> None:
     sent = as_words(sent_bytes(case.cluster, case.plan, case.blocks, case.num_micros))

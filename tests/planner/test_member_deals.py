@@ -6,7 +6,7 @@ from itertools import pairwise, permutations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
@@ -25,7 +25,6 @@ from terrace.program.shares import share_apart
 from terrace.simulate.members import predict_member
 from terrace.simulate.step import predict_alike, predict_step
 from tests.support.member_cases import partitions, unequal
-from tests.support.nightly import examples
 from tests.support.planner_cases import gpt
 
 MODEL = gpt(2, 64, 2, vocab=257, positions=64)
@@ -37,7 +36,7 @@ def line(start: float, slope: float, number: int) -> float:
     return start + slope * number
 
 
-@examples(60)
+@settings(max_examples=60)
 @given(
     slopes=st.lists(st.floats(0.1, 10), min_size=1, max_size=4),
     starts=st.lists(st.floats(0, 5), min_size=4, max_size=4),

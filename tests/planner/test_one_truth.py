@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import TerraceError
@@ -36,7 +36,6 @@ from terrace.train.config import RunConfig
 from terrace.train.keys import TrainConfig
 from terrace.train.prediction import predict, resolved_run
 from tests.support.mixtures import GROUPED, SHARED, mixture
-from tests.support.nightly import examples
 from tests.support.planner_cases import CLUSTERS, evaluator_of, gpt, mesh_of, small_task
 from tests.support.strategies import expert_tables
 from tests.support.totals import verify_stages
@@ -138,7 +137,7 @@ def runs(draw: st.DrawFn) -> RunConfig:
     return run
 
 
-@examples(24)
+@settings(deadline=None, max_examples=24)
 @given(runs())
 def test_every_command_predicts_the_same_step(run: RunConfig) -> None:
     """plan and scale (a task), simulate and explain (a view), train (a prediction, and the programs it runs)."""

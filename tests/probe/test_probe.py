@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProbeError
@@ -40,12 +40,11 @@ from terrace.probe.samples import Overlap, PairSample, Samples
 from terrace.simulate.kernels import attention_s, memory_s, stream_s
 from terrace.simulate.layers import optimizer_s
 from terrace.simulate.links import rate_bytes_per_s
-from tests.support.nightly import examples
 from tests.support.probed import TRUE, device, gemms, layers, messages, noise_of, synthetic
 from tests.support.toys import cluster_of
 
 
-@examples(10)
+@settings(max_examples=10, deadline=None)
 @given(share=st.floats(0.2, 1.0), half_depth=st.floats(0.0, 800.0))
 def test_a_product_fit_recovers_its_constants(share: float, half_depth: float) -> None:
     true = device(replace(TRUE, gemm=share, gemm_half_depth=half_depth))
@@ -81,7 +80,7 @@ def test_a_share_never_leaves_its_bounds() -> None:
     assert error > 0.5
 
 
-@examples(10)
+@settings(max_examples=10, deadline=None)
 @given(share=st.floats(0.01, 1.0))
 def test_memory_attention_and_optimizer_fits_recover_their_constants(share: float) -> None:
     true = device(replace(TRUE, memory=share, attention=share))
@@ -112,7 +111,7 @@ def test_layers_show_what_stands_between_their_products() -> None:
     assert found[2] < 0.05
 
 
-@examples(20)
+@settings(max_examples=20, deadline=None)
 @given(degree=st.integers(2, 16), latency_s=st.floats(1e-6, 1e-3), bandwidth=st.floats(1e7, 1e10))
 def test_a_link_fit_recovers_latency_and_bandwidth(degree: int, latency_s: float, bandwidth: float) -> None:
     fit = fit_link(messages(degree, latency_s, bandwidth))

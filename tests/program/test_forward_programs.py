@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
@@ -14,7 +14,6 @@ from terrace.program.lowering import build_stages, forward_programs
 from terrace.program.program import Program
 from terrace.simulate.cost import step_costs
 from terrace.simulate.events import simulate
-from tests.support.nightly import examples
 from tests.support.pipelines import ALONE, PLACEMENTS, SCHEDULES, pipelined
 from tests.support.totals import verify, verify_stages
 from tests.support.toys import MODELS, SEQUENCE, cluster_of
@@ -43,7 +42,7 @@ def test_what_is_left_of_a_step_is_its_gathers_and_its_sums(name: str) -> None:
     assert forward.state_bytes["grads_full"] == 0
 
 
-@examples(25)
+@settings(max_examples=25)
 @given(
     schedule=st.sampled_from(SCHEDULES),
     placement=st.sampled_from(PLACEMENTS),

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError, ProgramError
@@ -20,7 +20,6 @@ from terrace.program.program import Program
 from terrace.program.schedules.csv_form import as_schedule
 from terrace.program.schedules.orders import Orders, StageTask, looped
 from tests.support.byte_formula import step_bytes
-from tests.support.nightly import examples
 from tests.support.pipelines import (
     ALONE,
     OUTER,
@@ -65,7 +64,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Place, Plan, str, int]:
     return place, plan, draw(st.sampled_from(MODEL_NAMES)), micros
 
 
-@examples(50)
+@settings(max_examples=50, deadline=None)
 @given(pipelines())
 def test_any_pipeline_is_sound_and_holds_the_model_once(case: tuple[Place, Plan, str, int]) -> None:
     place, plan, model, micros = case
@@ -78,7 +77,7 @@ def test_any_pipeline_is_sound_and_holds_the_model_once(case: tuple[Place, Plan,
         assert tuple(holders[block] for block in sorted(holders)) == plan.stages
 
 
-@examples(60)
+@settings(max_examples=60, deadline=None)
 @given(pipelines(), st.data())
 def test_nothing_can_be_left_out_or_repeated(case: tuple[Place, Plan, str, int], data: st.DataObject) -> None:
     place, plan, model, micros = case

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from terrace.base.errors import PlanError
 from terrace.cluster.cluster import Cluster
@@ -19,14 +19,13 @@ from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.text import program_text
 from tests.support.effort import lines_run
-from tests.support.nightly import examples
 from tests.support.programs import BLOCKS, program_of
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.totals import verify, verify_ranks
 from tests.support.toys import cluster_of
 
 
-@examples(300)
+@settings(max_examples=300, deadline=None)
 @given(settings_of_a_step())
 def test_every_built_program_verifies(case: Setting) -> None:
     program = build(case.cluster, case.plan, case.blocks, case.num_micros)
@@ -34,7 +33,7 @@ def test_every_built_program_verifies(case: Setting) -> None:
     verify_ranks(dict.fromkeys(range(case.cluster.world_size), program))
 
 
-@examples(200)
+@settings(max_examples=200, deadline=None)
 @given(settings_of_a_step(max_world=8))
 def test_gathers_are_issued_ahead_and_nothing_is_gathered_without_need(case: Setting) -> None:
     program = build(case.cluster, case.plan, case.blocks, case.num_micros)

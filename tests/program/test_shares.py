@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
@@ -15,14 +15,13 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.plan.plan import Plan
 from terrace.program.lowering import build_stages
 from terrace.program.shares import block_costs, share
-from tests.support.nightly import examples
 from tests.support.toys import cluster_of
 
 MODEL = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 4,
          "num_key_value_heads": 4, "intermediate_size": 64, "vocab_size": 500}  # fmt: skip
 
 
-@examples(150)
+@settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_no_other_way_has_a_smaller_slowest_part_or_is_more_even(data: st.DataObject) -> None:
     costs = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=8))

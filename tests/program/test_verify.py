@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
@@ -17,7 +17,6 @@ from terrace.program.lowering import build
 from terrace.program.program import Program
 from terrace.program.rules import OF_OP, RULES
 from tests.support.mixtures import mixture
-from tests.support.nightly import examples
 from tests.support.programs import BLOCKS, program_of
 from tests.support.strategies import Setting, settings_of_a_step
 from tests.support.totals import verify, verify_ranks
@@ -216,7 +215,7 @@ def test_frozen_block_has_nothing_to_train() -> None:
         verify(edited(sharded, remove_last("FREE b1")))
 
 
-@examples(150)
+@settings(max_examples=150, deadline=None)
 @given(settings_of_a_step(max_world=8), st.data())
 def test_no_instruction_can_be_left_out_or_repeated(case: Setting, data: st.DataObject) -> None:
     program = build(case.cluster, case.plan, case.blocks, case.num_micros)
@@ -227,7 +226,7 @@ def test_no_instruction_can_be_left_out_or_repeated(case: Setting, data: st.Data
         verify(edited(program, lambda list_: list_.insert(place, list_[place])))
 
 
-@examples(50)
+@settings(max_examples=50, deadline=None)
 @given(settings_of_a_step(max_world=8), st.data())
 def test_free_cannot_come_before_the_last_use(case: Setting, data: st.DataObject) -> None:
     program = build(case.cluster, case.plan, case.blocks, case.num_micros)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ClusterError
@@ -21,7 +21,6 @@ from terrace.simulate.priced_instruction import Event
 from terrace.simulate.rank import Rank
 from terrace.simulate.recording import record
 from terrace.simulate.stages import record_stages, simulate_stages
-from tests.support.nightly import examples
 from tests.support.toys import MODELS, cluster_of
 
 START: Moment = (0.0, -1)
@@ -89,7 +88,7 @@ def test_cores_and_a_bus_are_counted_apart() -> None:
 stretches = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=5)
 
 
-@examples(60)
+@settings(deadline=None, max_examples=60)
 @given(lanes=st.tuples(stretches, stretches, stretches), share=st.sampled_from((0.25, 1.0)), asked=st.integers(0, 30))
 def test_the_clock_and_the_wall_agree(lanes: tuple[list[tuple[int, int]], ...], share: float, asked: int) -> None:
     """Against a count, in quarters of a second, of the lanes that are busy."""

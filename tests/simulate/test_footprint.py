@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import PlanError
@@ -29,7 +29,7 @@ from terrace.simulate.moments import Phase
 from tests.support.activations import layer_activations
 from tests.support.allocations import allocated, seeded
 from tests.support.lanes import use_lane
-from tests.support.nightly import examples, in_turns
+from tests.support.nightly import in_turns
 from tests.support.state_formula import model_state_bytes
 from tests.support.toys import cluster_of
 
@@ -127,7 +127,7 @@ def bf16(name: str, cluster: Cluster, **changes: Any) -> Plan:
     return replace(preset(name, cluster), compute="bf16", **changes)
 
 
-@examples(40)
+@settings(max_examples=40, deadline=None)
 @given(name=st.sampled_from(sorted(PRESETS)), micro_batch=st.integers(1, 4), num_micros=st.integers(1, 4))
 def test_what_frees_memory_does(name: str, micro_batch: int, num_micros: int) -> None:
     cluster = dgx(2)

@@ -6,7 +6,7 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.cluster.cluster import Cluster, Tier
@@ -22,7 +22,7 @@ from terrace.simulate.events import simulate
 from tests.support.byte_formula import step_bytes
 from tests.support.effort import lines_run
 from tests.support.joint_simulator import joint_time_s
-from tests.support.nightly import every, examples
+from tests.support.nightly import every
 from tests.support.planner_cases import gpt
 from tests.support.state_formula import model_state_bytes
 
@@ -63,7 +63,7 @@ def _same(one: dict[str, float], other: dict[str, float]) -> bool:
 
 
 @pytest.mark.parametrize("name", every(3, sorted(PRESETS)))
-@examples(12)
+@settings(max_examples=12, deadline=None)
 @given(
     sizes=st.sampled_from([(2,), (3, 2), (1, 4), (2, 2, 2), (2, 1, 3)]),
     num_micros=st.integers(1, 4),
@@ -91,7 +91,7 @@ def test_each_rank_of_a_world_takes_the_one_rank_s_step(
 
 
 @pytest.mark.parametrize("name", every(3, sorted(PRESETS)))
-@examples(6)
+@settings(max_examples=6, deadline=None)
 @given(
     tensor=st.sampled_from([{"rows": 2}, {"columns": 2}, {"rows": 2, "columns": 2}]),
     num_micros=st.integers(1, 3),

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.validation.bandwidth import gather_s, nested, ring_s
@@ -17,7 +17,6 @@ from terrace.simulate.links import (
     send_s,
 )
 from terrace.simulate.links import ring_s as one_ring_s
-from tests.support.nightly import examples
 
 DEVICE = Device(name="device", memory_bytes=1e9, memory_bandwidth_bytes_per_s=1e12, peak_flops_per_s={"bf16": 1e12})
 
@@ -55,7 +54,7 @@ def test_a_group_across_nodes_has_one_rank_a_node() -> None:
     assert gather_s(PLAIN, (1, 4), 25e9) == pytest.approx(3 / 4)
 
 
-@examples(50)
+@settings(deadline=None, max_examples=50)
 @given(cluster=presets, inner=st.integers(1, 4), outer=st.integers(1, 2), num_bytes=sizes)
 def test_collectives_are_consistent(cluster: Cluster, inner: int, outer: int, num_bytes: float) -> None:
     group = (min(inner, cluster.tiers[0].size), *[1] * (len(cluster.tiers) - 2), outer)

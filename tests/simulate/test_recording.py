@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
@@ -32,7 +32,7 @@ from terrace.simulate.held_activations import Held
 from terrace.simulate.recording import record
 from terrace.simulate.step import Step
 from tests.support.byte_formula import step_bytes
-from tests.support.nightly import examples, in_turns
+from tests.support.nightly import in_turns
 from tests.support.slow_simulator import slow_time_s
 from tests.support.state_formula import model_state_bytes
 from tests.support.strategies import Setting, settings_of_a_step
@@ -86,7 +86,7 @@ def priced(draw: st.DrawFn) -> tuple[Program, Costs]:
     return program, costs
 
 
-@examples(100)
+@settings(max_examples=100, deadline=None)
 @given(priced())
 def test_the_fast_play_keeps_the_plain_rules(case: tuple[Program, Costs]) -> None:
     program, costs = case
@@ -97,7 +97,7 @@ def test_the_fast_play_keeps_the_plain_rules(case: tuple[Program, Costs]) -> Non
     assert record(program, costs).report == predicted
 
 
-@examples(60)
+@settings(max_examples=60, deadline=None)
 @given(priced())
 def test_spans_cover_the_stream_and_never_share_a_lane(case: tuple[Program, Costs]) -> None:
     program, costs = case
@@ -143,7 +143,7 @@ def _in_place(program: Program, instruction: Instruction) -> bool:
     return instruction.op is Op.REDUCE and not program.message(instruction).tiers
 
 
-@examples(60)
+@settings(max_examples=60, deadline=None)
 @given(priced())
 def test_the_critical_path_has_no_gap_and_fills_the_step(case: tuple[Program, Costs]) -> None:
     recording = record(*case)
@@ -157,7 +157,7 @@ def test_the_critical_path_has_no_gap_and_fills_the_step(case: tuple[Program, Co
     assert sum(by_place(path.seconds).values()) == pytest.approx(recording.report.step_s)
 
 
-@examples(60)
+@settings(max_examples=60, deadline=None)
 @given(case=priced())
 def test_what_nothing_hides_is_what_the_stream_waits_for(case: tuple[Program, Costs]) -> None:
     recording = record(*case)
@@ -224,7 +224,7 @@ def test_one_rank_computes_all_the_time() -> None:
     assert critical_words(path).endswith("The compute stream waits for 0 % of the step.")
 
 
-@examples(100)
+@settings(max_examples=100, deadline=None)
 @given(priced())
 def test_memory_over_the_step_keeps_the_formula(case: tuple[Program, Costs]) -> None:
     """Gathered blocks peak exactly as the formula says; full gradients at most as high."""
@@ -291,7 +291,7 @@ def test_changes_are_valid_plans_and_what_they_promise(name: str) -> None:
         assert change.step_s == simulate(changed, price(changed)).step_s
 
 
-@examples(25)
+@settings(max_examples=25, deadline=None)
 @given(settings_of_a_step(max_world=16))
 def test_changes_of_any_plan_can_run(setting: Setting) -> None:
     work = (1e6,) * len(setting.blocks)

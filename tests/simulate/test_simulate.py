@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.cluster.cluster import Cluster, Tier
@@ -19,7 +19,6 @@ from terrace.program.program import Program
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.events import simulate
 from tests.support.byte_formula import step_bytes
-from tests.support.nightly import examples
 from tests.support.state_formula import model_state_bytes
 
 LOCAL = load_cluster("local")
@@ -60,7 +59,7 @@ def _compute_s(program: Program, costs: Costs) -> float:
     return program.num_micros * (sum(costs.forward_s) + sum(costs.backward_s)) + sum(costs.update_s)
 
 
-@examples(60)
+@settings(max_examples=60, deadline=None)
 @given(
     name=st.sampled_from(sorted(PRESETS)),
     sizes=st.sampled_from([(1,), (2,), (2, 3), (2, 2, 2), (4, 2)]),

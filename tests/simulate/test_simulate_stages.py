@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.base.errors import ProgramError
@@ -32,7 +32,6 @@ from terrace.simulate.stages import StagesStep, record_stages, simulate_stages
 from terrace.simulate.timeline import play
 from tests.support.bubbles import Row, rows, weight_share
 from tests.support.byte_formula import step_bytes
-from tests.support.nightly import examples
 from tests.support.planner_cases import mesh_of
 from tests.support.schedules import any_orders, even_seconds, seconds_of
 from tests.support.totals import verify_stages
@@ -128,7 +127,7 @@ def test_programs_have_the_published_bubbles_to_four_decimals(row: Row) -> None:
         assert round(bubble(step), 4) == rate, name
 
 
-@examples(40)
+@settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_programs_are_played_as_their_orders_are(data: st.DataObject) -> None:
     """Whatever the seconds: every pass begins when the timeline of the orders says it does.
@@ -278,7 +277,7 @@ def peak_by_definition(program: Program, by_block: list[Held]) -> int:
     return peak
 
 
-@examples(60)
+@settings(max_examples=60, deadline=None)
 @given(any_orders().filter(lambda orders: orders.num_stages > 1), st.data())
 def test_activations_are_those_that_have_begun_and_not_ended(orders: Orders, data: st.DataObject) -> None:
     """At every pass of any schedule; and the curve over time peaks at the same figure."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.model.blocks import block_specs, num_params
@@ -23,7 +23,6 @@ from terrace.simulate.footprint import footprint
 from terrace.simulate.states import model_states, stage_blocks
 from tests.support.differing import differing, undeclared
 from tests.support.mixtures import EXPERTS, GROUPED, PLAIN
-from tests.support.nightly import examples
 from tests.support.state_formula import model_state_bytes
 from tests.support.strategies import expert_tables, plans
 from tests.support.toys import cluster_of
@@ -50,7 +49,7 @@ def closed_form(plan: Plan, sizes: tuple[int, ...], blocks: Sequence[BlockSpec],
     return states.steady | {"gathered": max(states.gathered), "grads_full": max(states.gradients)} | updating
 
 
-@examples(60)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_experts_on_several_ranks_are_the_walk_too(data: st.DataObject) -> None:
     """Stacks are cut by experts and rows, and sharded over the ranks that hold the same ones."""
@@ -66,7 +65,7 @@ def test_experts_on_several_ranks_are_the_walk_too(data: st.DataObject) -> None:
     assert closed_form(plan, sizes, blocks, num_micros) == model_state_bytes(cluster, plan, held, num_micros)
 
 
-@examples(80)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_the_closed_form_is_the_walk(data: st.DataObject) -> None:
     """On the data axis alone, for any placement, wire formats, prefetch, unit, tied or not, padded or not, with frozen
@@ -169,7 +168,7 @@ def held_by_stage(model: ModelConfig, num_stages: int, tensor: int = 1) -> list[
     return [model_states(cluster, plan, kinds, stage, 1).steady["params"] // 4 for stage in stages]
 
 
-@examples(60)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_the_closed_form_is_the_walk_under_a_tensor_axis(data: st.DataObject) -> None:
     """Buffers that tensor ranks share, messages inside blocks, and padding included."""

@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from terrace.program.instruction import COLLECTIVES
 from terrace.program.lowering import build
@@ -14,7 +14,6 @@ from terrace.simulate.cost import Costs
 from terrace.simulate.curve import memory_curve
 from terrace.simulate.recording import record
 from terrace.simulate.trace import steps_trace_json
-from tests.support.nightly import examples
 from tests.support.pages import events_of, recorded
 from tests.support.strategies import settings_of_a_step
 
@@ -72,7 +71,7 @@ def test_messages_in_a_trace_carry_the_bytes_of_the_report(name: str) -> None:
     assert total == sent
 
 
-@examples(40)
+@settings(max_examples=40, deadline=None)
 @given(settings_of_a_step())
 def test_counters_of_a_trace_follow_the_memory_curve(setting: Any) -> None:
     program: Program = build(setting.cluster, setting.plan, setting.blocks, setting.num_micros)

@@ -1,28 +1,10 @@
-"""The rest of a grid of cases, or of examples: `make test` leaves it out, `make test-all` runs it."""
+"""The rest of a grid of cases: `make test` leaves it out, `make test-all` runs it."""
 
 from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
 import pytest
-from hypothesis import settings
-
-_PART = 4  # of the examples of a property, one is drawn by day
-_is_day = False
-
-
-def set_day(is_day: bool) -> None:
-    """Say, before tests are collected, whether nightly ones are left out."""
-    global _is_day
-    _is_day = is_day
-    if is_day:
-        settings.register_profile("day", settings.get_profile("fixed"), max_examples=100 // _PART)
-        settings.load_profile("day")
-
-
-def examples(number: int) -> settings:
-    """So many examples of a property, a fourth of them by day."""
-    return settings(max_examples=number // _PART if _is_day else number)
 
 
 def nightly(*cases: Any) -> list[Any]:

@@ -11,10 +11,9 @@ from itertools import combinations
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.nightly import examples
 from tests.virtual_cuda.findings import Kind
 from tests.virtual_cuda.rehearsal import rehearsed
 
@@ -38,7 +37,7 @@ ACTS = st.builds(
 )
 
 
-@examples(100)
+@settings(max_examples=100)
 @given(st.lists(ACTS, min_size=2, max_size=9))
 def test_clocks_find_what_all_orders_show(program: list[Act]) -> None:
     assert noticed(program) == bool(racing(program))
