@@ -95,7 +95,7 @@ def kept() -> Iterator[Planned]:
     yield planned(ONE_TIER, "zero1", steps=2, compute="bf16", master="fp32", within=ORDER_BF16, keep=keep)
     for name, keeps in (("ddp", replace(host, params="disk")), ("zero3", replace(keep, params="host"))):
         yield planned(ONE_TIER, name, "toy", steps=3, micros=2, keep=keeps, by_night=True)
-        again = {"by_night": name == "ddp"}
+        again: dict[str, Any] = {"by_night": name == "ddp"}
         yield planned(ONE_TIER, name, "toy", steps=2, micros=2, unit=2, keep=replace(keeps, grads="host"), **again)
     rows: dict[str, Any] = {"vocabulary": {"package": 2}, "within": ORDER}
     for place in (Keep(table="host", piece=64), replace(host, table="disk", params="host", piece=64)):
