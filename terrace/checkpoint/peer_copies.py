@@ -175,7 +175,7 @@ class PeerCopies:
         self._is_first = world.hosts.index(world.hosts[world.rank]) == world.rank
         run, life = _agree_on_life(engine, run_folder)
         self._slots = Slots(memory_folder(run, run_folder, world.hosts[world.rank]), life, self._swapped_parts())
-        self._say(attempt(self._slots.clear) if self._is_first else None)
+        self._say(attempt(self._slots.clear) if self._is_first else "")
         spare = list[Path]()
         self._say(attempt(lambda: spare.extend(self._slots.take())))
         engine.comm.meter.add(MEMORY, self.memory_bytes)
@@ -258,11 +258,11 @@ class PeerCopies:
         own = {"num_bytes": taken.num_bytes, "header": taken.header.decode("latin-1"), "pieces": taken.pieces}
         return {self._link.rank: own, self._link.kept: self._link.swap(own)}
 
-    def _say(self, problem: str | None) -> None:
+    def _say(self, problem: str) -> None:
         need_mb = (SLOTS + 1) * sum(part["num_bytes"] for part in self._slots.parts.values()) / 1e6
         reports = self._engine.comm.exchange([problem, need_mb])
         for rank, (why, rank_mb) in enumerate(reports):
-            if why is not None:
+            if why:
                 if self._is_first:
                     clear(self.folder, keep=lambda name: not name.startswith(self._slots.life))
                 raise ConfigError(
@@ -312,7 +312,7 @@ def gather_files(state: ModelState, checkpoint: Checkpoint, world: World, exchan
     wants = {rank: set[str]() for rank in firsts.values()}
     for rank, (names, _) in enumerate(told):
         wants[firsts[world.hosts[rank]]] |= set(names)
-    received, problem = 0, None
+    received, problem = 0, ""
     # Every rank makes a group, since torch names groups by how many a rank has.
     group = _group(tuple(firsts.values()) if world.rank == first else (world.rank,), _MOVE_TIMEOUT)
     # All in one order, so that senders and receivers meet.
@@ -326,7 +326,7 @@ def gather_files(state: ModelState, checkpoint: Checkpoint, world: World, exchan
                 received, problem = received + num_bytes, problem or why
     ends = exchange([problem, received])
     for rank, (why, _) in enumerate(ends):
-        if why is not None:
+        if why:
             raise CheckpointError(
                 f"rank {rank} cannot go on from the copies in memory: {why}; delete {checkpoint.folder.parent} on "
                 f"{world.hosts[rank]} to go on from disk"
@@ -334,15 +334,15 @@ def gather_files(state: ModelState, checkpoint: Checkpoint, world: World, exchan
     return sum(size for _, size in ends)
 
 
-def _move(checkpoint: Checkpoint, name: str, source: int, to: int, rank: int, group: Any) -> tuple[int, str | None]:
+def _move(checkpoint: Checkpoint, name: str, source: int, to: int, rank: int, group: Any) -> tuple[int, str]:
     path, entry = checkpoint.folder / name, checkpoint.files[name]
     if rank == source:
         pieces = torch.split(mapped_file(path), _MOVE_BYTES)
         sent: list[Any] = [dist.isend(piece, to, group=group) for piece in pieces]
         for message in sent:
             message.wait()
-        return 0, None
-    problem, crc = None, 0
+        return 0, ""
+    problem, crc = "", 0
     try:
         path.unlink(missing_ok=True)
         data = MemoryFile(path, b"", entry["num_bytes"]).data
@@ -356,9 +356,9 @@ def _move(checkpoint: Checkpoint, name: str, source: int, to: int, rank: int, gr
         message.wait()
         raw: Any = chunk.numpy()
         crc = zlib.crc32(raw, crc)
-    if problem is None and f"{crc:08x}" != entry["crc32"]:
+    if not problem and f"{crc:08x}" != entry["crc32"]:
         problem = f"{path} arrived damaged (its checksum differs)"
-    if problem is None:
+    if not problem:
         try:
             manifest = decode((checkpoint.folder / MANIFEST).read_text(encoding="utf-8"))
             write_list(path, {**manifest, "files": {name: entry}})

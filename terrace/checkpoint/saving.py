@@ -66,7 +66,7 @@ class SaveBoard:
         if world.rank == 0:
             life = uuid.uuid4().hex[:8]
             problem = attempt(lambda: clear_leftovers(folder_of(run_folder, 0).parent))
-            self._put("life", life if problem is None else f"!rank 0: {problem}")
+            self._put("life", f"!rank 0: {problem}" if problem else life)
         self._store.wait(["life"], timedelta(seconds=limit_s))
         self.life = self._text_of("life")
         if self.life.startswith("!"):
@@ -90,8 +90,8 @@ class SaveBoard:
                 self._store.delete_key(f"{number - 1}/{name}")
         return have_written
 
-    def problem(self, number: int) -> str | None:
-        return self._text_of(f"{number}/problem") if self._store.check([f"{number}/problem"]) else None
+    def problem(self, number: int) -> str:
+        return self._text_of(f"{number}/problem") if self._store.check([f"{number}/problem"]) else ""
 
     def conclude(self, number: int, outcome: str) -> None:
         """Tell all ranks how save `number` ended. Rank 0 calls this."""
@@ -132,16 +132,16 @@ class _Save:
     number: int
     step: int
     folder: Path
-    best: int | None  # the step of a checkpoint that is kept beside the newest ones
+    best: int  # the step of a checkpoint that is kept beside the newest ones; -1: none
     stalled_s: float = 0.0
     outcome: str = _DONE
     error: BaseException | None = None
 
     @property
-    def problem(self) -> str | None:
+    def problem(self) -> str:
         if self.error is not None:
             return f"{type(self.error).__name__}: {self.error}"
-        return None if self.outcome == _DONE else not_written(self.folder, self.outcome)
+        return "" if self.outcome == _DONE else not_written(self.folder, self.outcome)
 
 
 class Saver:
@@ -168,7 +168,7 @@ class Saver:
         self._late = f"{limit_s:g} s after rank 0"
         self._snapshot = snapshot_of(engine.state)
         self.staging_bytes = self._snapshot.num_bytes + num_bytes(engine.program, engine.state)  # of residuals, later
-        self._save, self._thread = _Save(0, 0, run_folder, None), threading.Thread()
+        self._save, self._thread = _Save(0, 0, run_folder, -1), threading.Thread()
         self._finished = deque[Saved]()  # appended by the thread
         self._board = SaveBoard(world, run_folder, limit_s)
 
@@ -176,7 +176,7 @@ class Saver:
     def is_under_way(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, step: int, best: int | None = None) -> None:
+    def start(self, step: int, best: int = -1) -> None:
         """Wait for a save in progress, copy the state after `step` steps and start writing it.
 
         The checkpoint after step `best` is kept beside the newest ones.
@@ -203,12 +203,12 @@ class Saver:
             self._thread.join()
         if self._save.error is not None:
             raise self._save.error
-        if self.problem is not None:
+        if self.problem:
             raise CheckpointError(self.problem)
 
     @property
-    def problem(self) -> str | None:
-        """Error of the last save, once known; equal on every rank."""
+    def problem(self) -> str:
+        """Error of the last save, once known, else ""; equal on every rank."""
         return self._save.problem
 
     def news(self) -> Saved | None:
@@ -252,7 +252,7 @@ class Saver:
         board, rank = self._board, self._board.world.rank
         partial_folder = partial_of(save.folder, board.life)
         problem = attempt(lambda: write_part(self._snapshot, partial_folder, rank))
-        if problem is not None:
+        if problem:
             board.report(save.number, f"rank {rank}: {problem}")
         board.has_written(save.number)
         if rank == 0:
@@ -265,11 +265,11 @@ class Saver:
             # A rank's list of pieces exists only after its part is on disk, so missing lists name the late ranks.
             ranks = range(board.world.world_size)
             absent = [rank for rank in ranks if not part_of(partial_folder, rank).exists()]
-            problem: str | None = f"{in_words(absent)} had not written {self._late}"
-        elif (problem := board.problem(save.number)) is None:
+            problem = f"{in_words(absent)} had not written {self._late}"
+        elif not (problem := board.problem(save.number)):
             problem = attempt(lambda: self._commit(partial_folder, save.folder, save.step, best=save.best))
-            problem = None if problem is None else f"rank 0: {problem}"
-        if problem is not None:
+            problem = problem and f"rank 0: {problem}"
+        if problem:
             shutil.rmtree(partial_folder, ignore_errors=True)
         return problem or _DONE
 

@@ -41,28 +41,28 @@ _REPLACED = ".replaced"
 _LEFT = re.compile(r"\.step-\d{8,18}\.(.+\.)?(partial|removed|replaced)")  # a run writes no others
 
 
-def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> Path:
+def save(engine: "Engine", run_folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> Path:
     """Write a checkpoint of all ranks and return its folder. Every rank calls this after `engine.drain()`.
 
-    Keeps the newest `keep` checkpoints, or all if None. Raises `CheckpointError` on every rank if any rank could not
+    Keeps the newest `keep` checkpoints, or all if 0. Raises `CheckpointError` on every rank if any rank could not
     write; earlier checkpoints are then untouched and no partial file is left.
     """
     folder = folder_of(run_folder, step)
     partial = partial_of(folder)
 
-    def agree(problem: str | None) -> None:
-        failed = [f"rank {rank}: {why}" for rank, why in enumerate(engine.comm.exchange(problem)) if why is not None]
+    def agree(problem: str) -> None:
+        failed = [f"rank {rank}: {why}" for rank, why in enumerate(engine.comm.exchange(problem)) if why]
         if failed:
             if engine.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(not_written(folder, failed[0]))
 
     # All ranks agree after each phase, so that none continues after another has failed.
-    agree(attempt(lambda: clear_leftovers(folder.parent)) if engine.rank == 0 else None)
+    agree(attempt(lambda: clear_leftovers(folder.parent)) if engine.rank == 0 else "")
     snapshot = snapshot_of(engine.state)
     snapshot.take()
     agree(attempt(lambda: write_part(snapshot, partial, engine.rank)))
-    agree(attempt(lambda: commit(engine.state, partial, folder, step, facts, keep)) if engine.rank == 0 else None)
+    agree(attempt(lambda: commit(engine.state, partial, folder, step, facts, keep)) if engine.rank == 0 else "")
     return folder
 
 
@@ -91,13 +91,13 @@ def not_written(folder: Path, why: str) -> str:
     )
 
 
-def attempt(work: Callable[[], object]) -> str | None:
-    """Run `work`. Returns the reason of an `OSError`, or None."""
+def attempt(work: Callable[[], object]) -> str:
+    """Run `work`. Returns the reason of an `OSError`, or ""."""
     try:
         work()
     except OSError as error:
-        return error.strerror or str(error)
-    return None
+        return error.strerror or str(error) or type(error).__name__
+    return ""
 
 
 def write_part(snapshot: Snapshot, partial: Path, rank: int) -> None:
@@ -118,12 +118,12 @@ def commit(
     folder: Path,
     step: int,
     facts: Mapping[str, Any],
-    keep: int | None,
-    best: int | None = None,
+    keep: int,
+    best: int = -1,
 ) -> None:
     """Join the parts of all ranks, rename the folder into place and remove old checkpoints. Raises `OSError`.
 
-    The newest `keep` checkpoints and the one after step `best` are kept; all if `keep` is None.
+    The newest `keep` checkpoints and the one after step `best` (-1: none) are kept; all if `keep` is 0.
     """
     files: Files = {}
     num_updates = 0
@@ -153,7 +153,7 @@ def commit(
     # The rename must survive a crash before the old checkpoint is removed.
     sync_folder(folder.parent)
     shutil.rmtree(aside, ignore_errors=True)
-    if keep is None:
+    if not keep:
         return
     # Newer checkpoints may be damaged, if the run resumed before them: they are neither counted nor removed.
     earlier = [path for path in complete(folder.parent) if step_of(path) <= step and _is_own(path)]

@@ -163,8 +163,8 @@ def _speed(run: RunConfig, plan_command: str) -> Iterator[Finding]:
     yield Finding(level="note" if slow.is_most else "fine", about="speed", words=words, fix=fix)
 
 
-def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> str | None:
-    """Warning for a run whose step mostly waits on one tier, with a faster plan; None otherwise.
+def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> str:
+    """Warning for a run whose step mostly waits on one tier, with a faster plan; "" otherwise.
 
     `cluster` has the constants measured at the start of the run. Takes well under a second: if a search would take
     longer, the warning refers to `terrace doctor` instead of naming a plan.
@@ -174,14 +174,14 @@ def slow_warning(run: RunConfig, cluster: Cluster, limit_s: float = _SOON_S) -> 
         task = task_of(run, cluster)
         slow = bottleneck(task, run.plan)
         if not slow.is_most:
-            return None
+            return ""
         # Large worlds and slow machines get a pointer to the doctor instead of a search.
         if cluster.world_size > _SMALL_WORLD or time.perf_counter() - begin_s > limit_s:
             return f"{_slow_words(slow)}; terrace doctor with the same options says whether another plan is faster"
         better = better_plan(task, slow.step_s, _FEW)
     except PlanError:
         # The planner cannot price this plan, so there is no warning to give.
-        return None
+        return ""
     if better is None:
         return f"{_slow_words(slow)}, and of the plans that were tried none is a tenth faster"
     words = _better_words(task, better, slow)

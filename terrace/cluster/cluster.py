@@ -124,7 +124,7 @@ class Cluster:
         if not tier.links or tier.by_degree:
             return tier
         inner = self.ranks_within(index - 1)
-        if (wrong := wrong_links(tier.name, tier.links, inner * tier.size)) is not None:
+        if wrong := wrong_links(tier.name, tier.links, inner * tier.size):
             raise ClusterError(wrong)
         return replace(tier, by_degree=by_degree(tier.links, inner, tier.size))
 
@@ -258,7 +258,7 @@ def _check_tier(tier: Tier) -> None:
         raise ClusterError(f"tiers.{tier.name}.overlap_penalty = {tier.overlap_penalty} must lie between 0 and 1")
     if tier.links and tier.direct:
         raise ClusterError(f"tiers.{tier.name}.direct has no effect beside links, which say how devices are wired")
-    if (wrong := wrong_width(tier.name, tier.tree, tier.contention, LONGEST_S)) is not None:
+    if wrong := wrong_width(tier.name, tier.tree, tier.contention, LONGEST_S):
         raise ClusterError(wrong)
     check_marks(f"tiers.{tier.name}", tier.marks, {each.name for each in fields(Tier)} - {"by_degree"})
 

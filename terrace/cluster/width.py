@@ -36,8 +36,8 @@ def share(points: Sequence[Point], degree: int) -> float:
     return points[-1][1]
 
 
-def wrong_width(tier: str, tree: Tree | None, contention: Sequence[Point], longest_s: float) -> str | None:
-    """What is wrong with these constants; None if they are valid."""
+def wrong_width(tier: str, tree: Tree | None, contention: Sequence[Point], longest_s: float) -> str:
+    """What is wrong with these constants; "" if they are valid."""
     if tree is not None:
         if not 0 < tree.share <= 1:
             return f"tiers.{tier}.tree.share = {tree.share} must lie above 0, and at most at 1"
@@ -52,4 +52,4 @@ def wrong_width(tier: str, tree: Tree | None, contention: Sequence[Point], longe
                 "of the rate among so many, more members in each and a share above 0 that never grows"
             )
         before = point
-    return None
+    return ""

@@ -55,8 +55,8 @@ def by_degree(links: tuple[Link, ...], inner: int, size: int) -> tuple[int, ...]
     )
 
 
-def wrong_links(tier: str, links: Sequence[Link], num_devices: int) -> str | None:
-    """What is wrong with the links of a group of `num_devices` devices; None if they are valid."""
+def wrong_links(tier: str, links: Sequence[Link], num_devices: int) -> str:
+    """What is wrong with the links of a group of `num_devices` devices; "" if they are valid."""
     seen, wired = set[Pair](), set[int]()
     for one, other, number in links:
         if one == other or min(one, other) < 0 or number < 1:
@@ -80,7 +80,7 @@ def wrong_links(tier: str, links: Sequence[Link], num_devices: int) -> str | Non
     reached = _reached(0, seen)
     if links and (apart := sorted(set(range(num_devices)) - reached)):
         return f"tiers.{tier}.links has no way from device 0 to device {apart[0]}: add links between them"
-    return None
+    return ""
 
 
 def _reached(first: int, pairs: set[Pair]) -> set[int]:

@@ -236,7 +236,7 @@ def _kind(encoder: "FileEncoder") -> str:
 
 def _untrimmed(encoder: "FileEncoder") -> None:
     state = state_of(encoder.post_processor)
-    if state is None or not _trims(state):
+    if not _trims(state):
         return
     from tokenizers import Tokenizer as FileEncoder
 

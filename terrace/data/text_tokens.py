@@ -64,7 +64,7 @@ class Vocabulary:
 
 
 def find_text_tokens(
-    vocabulary: Vocabulary, post_processor: Mapping[str, Any] | None, files: Tables, bos: bool | str, eos: str
+    vocabulary: Vocabulary, post_processor: Mapping[str, Any], files: Tables, bos: bool | str, eos: str
 ) -> TextTokens:
     """The tokens around a text according to the `files` beside a tokenizer, unless `bos` or `eos` override them.
 
@@ -91,10 +91,10 @@ def read_tables(folder: Path | None) -> dict[str, dict[str, Any]]:
         raise DataError(str(error)) from error
 
 
-def state_of(part: Any) -> Mapping[str, Any] | None:
-    """The JSON state of a post-processor or decoder of the `tokenizers` package."""
+def state_of(part: Any) -> Mapping[str, Any]:
+    """The JSON state of a post-processor or decoder of the `tokenizers` package; empty without one."""
     if part is None:
-        return None
+        return {}
     state = json.loads(part.__getstate__())
     assert isinstance(state, dict), "a part of a tokenizer is an object"
     return state
@@ -127,7 +127,7 @@ def _end(vocabulary: Vocabulary, files: Tables, eos: str) -> tuple[int | None, s
 
 
 def _begin(
-    vocabulary: Vocabulary, post_processor: Mapping[str, Any] | None, config: Mapping[str, Any], bos: bool | str
+    vocabulary: Vocabulary, post_processor: Mapping[str, Any], config: Mapping[str, Any], bos: bool | str
 ) -> tuple[tuple[int, ...], str]:
     if isinstance(bos, str) and bos != AUTO:
         return (vocabulary.named(bos, "data.bos"),), "as data.bos says"
@@ -148,10 +148,10 @@ def _begin(
     return (vocabulary.named(declared, f"bos_token in {CONFIG_FILE}"),), origin
 
 
-def put_before(processor: Mapping[str, Any] | None, path: Path) -> tuple[int, ...] | None:
+def put_before(processor: Mapping[str, Any], path: Path) -> tuple[int, ...] | None:
     """Ids that a post-processor puts before a text; None if it has no template for texts."""
-    kind = None if processor is None else processor.get("type")
-    if processor is None or kind not in ("Sequence", "TemplateProcessing", "BertProcessing", "RobertaProcessing"):
+    kind = processor.get("type")
+    if kind not in ("Sequence", "TemplateProcessing", "BertProcessing", "RobertaProcessing"):
         return None
     if kind == "Sequence":
         found = [before for each in processor["processors"] if (before := put_before(each, path)) is not None]

@@ -32,12 +32,12 @@ def agreeing(files: Mapping[str, bytes], tokenizer: FileTokenizer) -> dict[str, 
     tables = {name: _parsed(name, raw) for name, raw in files.items() if name.endswith("config.json")}
     whole = _parsed(_TOKENIZER, files[_TOKENIZER])
     try:
-        there = find_text_tokens(tokenizer.vocabulary, whole.get("post_processor"), tables, AUTO, AUTO)
+        there = find_text_tokens(tokenizer.vocabulary, whole.get("post_processor") or {}, tables, AUTO, AUTO)
     except DataError:  # tokens that do not exist, which is why the run names others
         there = None
     here = tokenizer.text_tokens
     # `transformers` prepends what tokenizer.json says, regardless of add_bos_token.
-    puts = (put_before(whole.get("post_processor"), tokenizer.vocabulary.path) or ()) == here.begin
+    puts = (put_before(whole.get("post_processor") or {}, tokenizer.vocabulary.path) or ()) == here.begin
     config = dict(tables.get(CONFIG_FILE, {"tokenizer_class": "PreTrainedTokenizerFast"}))
     # lm-eval begins a text with the bos_token, wherever the template has it from.
     names_begin = not here.begin or token_text(config, "bos_token") is not None

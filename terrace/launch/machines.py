@@ -164,14 +164,14 @@ def check_tiers(machines: Sequence[str], tiers: Sequence[tuple[str, int]]) -> No
                 )
 
 
-def machine_map(machines: Sequence[str], started: Sequence[int] | None = None) -> str:
+def machine_map(machines: Sequence[str], started: Sequence[int] = ()) -> str:
     """A line on which ranks run where; `started` are the launcher's rank numbers."""
     counts = Counter(machines)
     runs = [list(group) for _, group in groupby(range(len(machines)), key=machines.__getitem__)]
     parts = []
     for ranks in runs:
         text = f"{compress(ranks)} on {machines[ranks[0]]}"
-        if started is not None and [started[rank] for rank in ranks] != ranks:
+        if started and [started[rank] for rank in ranks] != ranks:
             text += f" (started as {compress(sorted(started[rank] for rank in ranks))})"
         parts.append(text)
     shown = parts if len(parts) <= _MAX_SHOWN else [*parts[: _MAX_SHOWN - 1], "...", parts[-1]]

@@ -9,7 +9,7 @@ from terrace.model.spec import BlockSpec
 from terrace.plan.plan import Plan
 from terrace.plan.validate import validate
 from terrace.planner.ranking import Cost, Estimate
-from terrace.planner.task import Candidate, Task, plan_of
+from terrace.planner.task import Task
 
 
 def lack(task: Task, estimate: Cost) -> str:
@@ -67,15 +67,10 @@ class Headroom:
     is_complete: bool = True
 
 
-def runs_today(task: Task, candidate: Candidate) -> str | None:
-    """Reason why a candidate cannot be trained, or None."""
-    return refusal(task.cluster, plan_of(task, candidate), task.blocks)
-
-
-def refusal(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> str | None:
-    """Reason why a plan cannot be trained, or None."""
+def refusal(cluster: Cluster, plan: Plan, blocks: Sequence[BlockSpec]) -> str:
+    """Reason why a plan cannot be trained; "" if it can."""
     try:
         validate(cluster, plan, blocks)
     except PlanError as error:
         return str(error)
-    return None
+    return ""

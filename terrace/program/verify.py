@@ -73,7 +73,7 @@ def _walk(program: Program, rank: int, found: Marks | None = None) -> bool:
         if position in ends:
             states.append(walk.state(ends[position], found.least if found else 0))
         form = (*now[:2], now.micro == -1, *now[3:])
-        broken = None if form in declared else _undeclared(program, now)
+        broken = "" if form in declared else _undeclared(program, now)
         declared.add(form)
         broken = broken or _broken(walk, now)
         if broken:
@@ -93,7 +93,7 @@ _PHASES = {
 }
 
 
-def _undeclared(program: Program, now: Instruction) -> str | None:
+def _undeclared(program: Program, now: Instruction) -> str:
     """What an instruction has against the declaration of its op (`SPECS`)."""
     spec = SPECS[now.op]
     for name, default in _DEFAULTS.items():
@@ -103,16 +103,16 @@ def _undeclared(program: Program, now: Instruction) -> str | None:
         return f"the program {_PHASES[program.phase]}"
     if "block" in spec.fields and not 0 <= now.block < len(program.blocks):
         return f"there is no block {now.block}"
-    return None
+    return ""
 
 
-def _broken(walk: Walk, now: Instruction) -> str | None:
+def _broken(walk: Walk, now: Instruction) -> str:
     of_op = OF_OP_IN_GAPS if walk.has_gaps or now.in_gaps else OF_OP
     for _, words, broken in of_op[now.op]:
         found = broken(walk, now)
         if found is not None and found is not False:
             return words.format(found)
-    return None
+    return ""
 
 
 def _unfinished(walk: Walk) -> Iterator[str]:

@@ -215,7 +215,7 @@ class Run:
         # Checkpoints are numbered by updates. The actor's is written last and marks the step as saved. Until then the
         # critics of its previous checkpoint must be kept.
         for name, role in critics:
-            role.save(folder=self._folder / name, step=self._progress.updates, facts=facts, keep=None)
+            role.save(folder=self._folder / name, step=self._progress.updates, facts=facts, keep=0)
         of_actor.save(folder=self._folder / actor, step=self._progress.updates, facts=facts, keep=keep)
         kept = {step_of(path) for path in _checkpoints(self._folder / actor)}
         clear_states(state, kept)

@@ -48,17 +48,17 @@ class Operand:
         return Codes(codes.t().contiguous(), scale)
 
 
-def operands_of(x: Tensor, counts: Sequence[int] | None, dtype: torch.dtype, by_row: bool) -> list[Operand]:
+def operands_of(x: Tensor, counts: Sequence[int], dtype: torch.dtype, by_row: bool) -> list[Operand]:
     """x (..., K) as one operand, or, with `counts`, as consecutive groups of rows, one operand each."""
     rows = x.detach().reshape(-1, x.shape[-1])
-    parts = (rows,) if counts is None else torch.split(rows, list(counts))
+    parts = torch.split(rows, list(counts)) if counts else (rows,)
     return [Operand(part, dtype, by_row) for part in parts]
 
 
 class Entered:
     """The quantised input x (..., I) of layers; for stacks, `counts` are the rows of each matrix."""
 
-    def __init__(self, x: Tensor, counts: tuple[int, ...] | None, dtype: torch.dtype, by_row: bool) -> None:
+    def __init__(self, x: Tensor, counts: tuple[int, ...], dtype: torch.dtype, by_row: bool) -> None:
         self.counts = counts
         self._operands = operands_of(x, counts, dtype, by_row)
         self.again = Again(counts, dtype, by_row) if is_returning(x) else None
@@ -84,7 +84,7 @@ def columns_of(kept: Sequence[Tensor]) -> list[Codes]:
 class Again:
     """Codes (I, N) of an input that is filled again: computed for the first weight gradient, dropped after the last."""
 
-    def __init__(self, counts: tuple[int, ...] | None, dtype: torch.dtype, by_row: bool) -> None:
+    def __init__(self, counts: tuple[int, ...], dtype: torch.dtype, by_row: bool) -> None:
         self.num_readers = 0
         self._form = counts, dtype, by_row
         self._found: list[Codes] = []
@@ -109,11 +109,11 @@ class LastEntered:
     """
 
     def __init__(self) -> None:
-        self._key: tuple[int, int, tuple[int, ...] | None] | None = None
+        self._key: tuple[int, int, tuple[int, ...]] | None = None
         self._found: Entered | None = None
         self._tensor: ReferenceType[Tensor] | None = None
 
-    def of(self, x: Tensor, counts: tuple[int, ...] | None, make: Callable[[], Entered]) -> Entered:
+    def of(self, x: Tensor, counts: tuple[int, ...], make: Callable[[], Entered]) -> Entered:
         """The cached result for x at its current version, otherwise a new one from `make`."""
         if x.is_inference():  # it has no version
             return make()

@@ -42,7 +42,7 @@ class Scaling:
         """Clear the cached input whenever `block` has run: autograd may keep the tensor alive until the backward."""
         block.register_forward_hook(lambda *_: self.last.forget())
 
-    def entered(self, x: Tensor, counts: tuple[int, ...] | None = None) -> Entered:
+    def entered(self, x: Tensor, counts: tuple[int, ...] = ()) -> Entered:
         """x (..., I) as the input of a layer; for a stack, `counts` are the rows of each matrix."""
         return self.last.of(x, counts, lambda: Entered(x, counts, self.values, self.by_row))
 
@@ -50,7 +50,7 @@ class Scaling:
         """A weight (O, I) as an operand; with a `scale` (1, 1) it is already codes."""
         return Operand(matrix, self.values, self.by_row, scale)
 
-    def of_gradient(self, output_gradient: Tensor, counts: Sequence[int] | None) -> list[Operand]:
+    def of_gradient(self, output_gradient: Tensor, counts: Sequence[int]) -> list[Operand]:
         """Output gradient (N, O) as operands; for a stack, `counts` are the rows of each matrix."""
         return operands_of(output_gradient, counts, self.gradients, self.by_row)
 

@@ -28,7 +28,7 @@ class StepDone:
     data_s: float  # waited for the batches
     figures: dict[str, Any] = field(default_factory=dict)
     made: StepRecord | None = None
-    best_step: int | None = None
+    best_step: int = -1  # none yet
     is_new_best: bool = False
     is_saved: bool = False
     stop: Stop | None = None

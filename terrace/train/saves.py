@@ -115,7 +115,7 @@ class Saves(Hook):
             f"a checkpoint takes {staged_mb:.3g} MB of this rank's main memory while it {beside}"
         )
         if self._rank.job.resume is None:
-            self._save(0, None)  # a folder that cannot be written ends the run in its first minute
+            self._save(0, -1)  # a folder that cannot be written ends the run in its first minute
 
     def stepped(self, done: StepDone) -> None:
         train = self._rank.run.train
@@ -131,7 +131,7 @@ class Saves(Hook):
 
     def save_last(self) -> None:
         """Save the state after all steps of a run of which this island did not train the last."""
-        self._save(self._rank.run.train.steps, None)
+        self._save(self._rank.run.train.steps, -1)
 
     def ended(self) -> None:
         self.failed()
@@ -144,7 +144,7 @@ class Saves(Hook):
         self._saver.finish()
         self._tell()
 
-    def _save(self, step: int, best: int | None) -> float:
+    def _save(self, step: int, best: int) -> float:
         """Starts a checkpoint after `step` steps. The one after step `best` is kept, however old it is.
 
         Returns the seconds for which this rank stood still.
@@ -164,7 +164,7 @@ class Saves(Hook):
     def _voted(self, num_done: int) -> Stop | None:
         self._tell()
         # A rank that failed to save tells the others through the vote, so that all stop after the same step.
-        if self._saver.problem is not None:
+        if self._saver.problem:
             self._vote.fail(self._saver.problem)
         stop = self._vote.after(num_done)
         if stop is not None and stop.why == "failed":

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from terrace.train.rank import RankOfRun
 
 
+_NONE = (math.inf, -1)  # loss and step of a best checkpoint that there is not yet
+
+
 class Validation(Hook):
     """The evaluations of a run. A resumed run finds its best step in the metrics file.
 
@@ -33,7 +36,7 @@ class Validation(Hook):
     def __init__(self, rank: "RankOfRun", make: Callable[[EvalBatches], MicroBatches], first_step: int) -> None:
         self._rank, self._train, self._is_first = rank, rank.run.train, True
         self._sources = [(each, make(each)) for each in eval_batches_of(rank.run, rank.batches, rank.job.eval_sources)]
-        self._best: tuple[float, int] | None = self._found(first_step)  # loss, step
+        self._best = self._found(first_step)
 
     def begin(self) -> None:
         read = ", ".join(
@@ -48,23 +51,22 @@ class Validation(Hook):
             found, name = self._evaluated(), self._train.keep_best
             rows = {each: {"loss": row.loss, "tokens": float(row.num_tokens)} for each, row in found.items()}
             done.made = replace(done.record, eval=rows)
-            best = math.inf if self._best is None else self._best[0]
-            if name and found[name].loss < best:
+            if name and found[name].loss < self._best[0]:
                 self._best, done.is_new_best = (found[name].loss, done.number), True
-        done.best_step = None if self._best is None else self._best[1]
+        done.best_step = self._best[1]
 
     def ended(self) -> None:
-        if self._best is not None:
-            loss, step = self._best
+        loss, step = self._best
+        if step >= 0:
             kept = f"lowest loss of {self._train.keep_best}: {loss:.4f} after step {step}, kept as {folder_name(step)}"
             self._rank.observer.note(kept)
 
-    def _found(self, first_step: int) -> tuple[float, int] | None:
-        """The best checkpoint of the earlier steps."""
+    def _found(self, first_step: int) -> tuple[float, int]:
+        """(Loss, step) of the best checkpoint of the earlier steps."""
         name, folder, engine = self._train.keep_best, self._rank.job.folder, self._rank.engine
         if not name or not first_step:
-            return None
-        found: tuple[float, int] | None = None
+            return _NONE
+        found = _NONE
         # Rank 0 reads for all: others may not see its disk.
         if engine.rank == 0 and (folder / "metrics.jsonl").is_file():
             losses = [
@@ -73,9 +75,9 @@ class Validation(Hook):
                 if record.step <= first_step and "loss" in record.eval.get(name, {})
             ]
             kept = [each for each in losses if not math.isnan(each[0]) and folder_of(folder, each[1]).is_dir()]
-            found = min(kept, default=None)
-        told = engine.comm.exchange(None if found is None else list(found))[0]
-        return None if told is None else (told[0], told[1])
+            found = min(kept, default=_NONE)
+        loss, step = engine.comm.exchange(list(found))[0]
+        return loss, step
 
     def _evaluated(self) -> dict[str, Evaluated]:
         reporter, engine = self._rank.reporter, self._rank.engine

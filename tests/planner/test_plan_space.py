@@ -18,7 +18,7 @@ from terrace.planner.search import find
 from terrace.planner.space import Space, placements
 from terrace.planner.stages import SERIAL, share_layers, traits
 from terrace.planner.task import Candidate, Placement, Task, plan_of
-from terrace.planner.verdicts import runs_today
+from terrace.planner.verdicts import refusal
 from terrace.program.schedules.registry import schedule_names
 from tests.support.exhaustive import meshes
 from tests.support.mixtures import mixture
@@ -127,7 +127,7 @@ def test_axes_are_read_and_all_of_them_run() -> None:
     for axis in AXES:
         row = tuple(4 if name == axis else 1 for name in AXES)
         candidate = Candidate(0, 1, SERIAL, 1, 1, Placement(-1, -1, -1), mesh_of(row, (2, 1, 1, 1)))
-        assert runs_today(task, candidate) is None
+        assert refusal(task.cluster, plan_of(task, candidate), task.blocks) == ""
 
 
 @given(layers=st.integers(1, 40), virtual=st.integers(1, 42), head=st.floats(0, 6), ends=st.integers(0, 2))

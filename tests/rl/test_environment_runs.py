@@ -258,7 +258,7 @@ def test_a_chat_model_is_answered_in_its_template(tmp_path: Path) -> None:
     table["run"] = {"prompts_file": str(tmp_path / "prompts.jsonl"), "max_prompt": 120, "max_response": 90, "steps": 1}
     table["run"] |= {"prompts": 1, "responses": 4, "mini_batch": 4, "held_out": 1, "evaluate_every": 1}
     (tmp_path / "run.toml").write_text(tomli_w.dumps(table))
-    inputs = _checked(resolve(None, str(tmp_path / "run.toml"), {}, ALONE), None)
+    inputs = _checked(resolve(None, str(tmp_path / "run.toml"), {}, ALONE), "")
     found, rows = observed(inputs, tmp_path / "run")
     wanted = "\n<|im_start|>user\nGo on.<|im_end|>\n<|im_start|>assistant\n"
     responses, masks = (rows.ragged(name).lists() for name in ("responses", "emitted"))

@@ -158,7 +158,7 @@ def test_what_goes_wrong_is_raised_when_it_is_waited_for(
     kind = CheckpointError if isinstance(bug, OSError) else KeyError
     with pytest.raises(kind, match=r"No space left|a bug"):
         saver.finish()
-    assert saver.problem is not None
+    assert saver.problem
     if kind is CheckpointError:
         assert os.listdir(tmp_path / "checkpoints") == []
 

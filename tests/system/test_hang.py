@@ -123,7 +123,7 @@ class Strike:
             assert how == "saving", how
             start = Saver.start
 
-            def hang(saver: Saver, step: int, best: int | None = None) -> None:
+            def hang(saver: Saver, step: int, best: int = -1) -> None:
                 if step:
                     time.sleep(1000)
                 start(saver, step, best)

@@ -79,7 +79,7 @@ def resumed(world: World, cluster: Cluster, case: Case, device: torch.device, fo
         result = engine.step(on_device(case.batches(engine, case, step), device), case.optimizer.lr)
         found += [result.loss, result.grad_norm]
         engine.drain()
-        save(engine, folder, step + 1, {}, keep=None)
+        save(engine, folder, step + 1, {}, keep=0)
         found += [value for flat in engine.state for value in flat.working.values.cpu().flatten().tolist()]
         engine.close()
     return found

@@ -4,6 +4,7 @@ A tier is measured in up to four ways: the round trip of a small message; one pa
 ranks of one group at once, over their uplink; and an all-reduce in all groups of the tier at once, as in training.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -77,16 +78,15 @@ def _of_tier(wiring: Wiring, net: TierNet) -> list[Experiment]:
     ]
     if net.uplinks:
         routes = tuple((rank, rank + step) for rank in net.uplinks[0].ranks)
-        size = _size(None if link is None else link / len(routes))
+        size = _size(link / len(routes))
         found.append(Experiment(index=index, way=Way.UPLINK, num_bytes=size, routes=routes))
-    size = _size(None if link is None else net.tier.bandwidth_bytes_per_s)
+    size = _size(net.tier.bandwidth_bytes_per_s if link < math.inf else link)
     found.append(Experiment(index=index, way=Way.ALL_REDUCE, num_bytes=size, groups=tuple(groups)))
     return found
 
 
-def _size(rate_bytes_per_s: float | None) -> int:
-    wanted = _LARGEST_BYTES if rate_bytes_per_s is None else rate_bytes_per_s * _AIM_S
-    return int(min(max(wanted, _SMALLEST_BYTES), _LARGEST_BYTES)) // _ELEMENT_BYTES * _ELEMENT_BYTES
+def _size(rate_bytes_per_s: float) -> int:
+    return int(min(max(rate_bytes_per_s * _AIM_S, _SMALLEST_BYTES), _LARGEST_BYTES)) // _ELEMENT_BYTES * _ELEMENT_BYTES
 
 
 def _figure(net: TierNet, experiment: Experiment, taken_s: float) -> Figure:
@@ -97,10 +97,10 @@ def _figure(net: TierNet, experiment: Experiment, taken_s: float) -> Figure:
         measured = taken_s / experiment.num_times / 2
     elif experiment.way == Way.ALL_REDUCE:
         # A ring all-reduce sends 2 (n - 1) / n of the tensor from every rank.
-        configured = None if link is None else net.tier.bandwidth_bytes_per_s
+        configured = net.tier.bandwidth_bytes_per_s if link < math.inf else None
         size = net.tier.size
         measured = 2 * (size - 1) / size * experiment.num_bytes / taken_s
     else:
-        configured = link
+        configured = link if link < math.inf else None
         measured = len(experiment.routes) * experiment.num_bytes / taken_s
     return Figure(tier=net.tier.name, way=experiment.way, configured=configured, measured=measured)

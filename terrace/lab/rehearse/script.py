@@ -5,6 +5,7 @@ every other rank, so that no ARP is counted. IPv6 address generation is off, so 
 sends.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import ParamSpec
@@ -35,7 +36,7 @@ def burst_bytes(rate_bytes_per_s: float) -> int:
 
 def window_bytes(net: TierNet) -> int:
     """Bytes in flight allowed on one connection over this tier."""
-    rate, delay_s = net.rate_bytes_per_s or FASTEST_BYTES_PER_S, net.ports[0].delay_s
+    rate, delay_s = min(net.rate_bytes_per_s, FASTEST_BYTES_PER_S), net.ports[0].delay_s
     return _WINDOW_BYTES + int(2 * delay_s * rate)
 
 
@@ -71,11 +72,11 @@ def fabric_limits(wiring: Wiring) -> Iterator[str]:
     """`tc` batch of the fabric: uplinks in both directions, and traffic towards each rank."""
     for net in wiring.nets:
         for uplink in net.uplinks:
-            if uplink.rate_bytes_per_s is not None:
+            if uplink.rate_bytes_per_s < math.inf:
                 yield _limited(uplink.lower, uplink.rate_bytes_per_s)
                 yield _limited(uplink.upper, uplink.rate_bytes_per_s)
         for port in net.ports:
-            if port.rate_bytes_per_s is not None:
+            if port.rate_bytes_per_s < math.inf:
                 yield _limited(port.name, port.rate_bytes_per_s)
 
 
@@ -104,12 +105,12 @@ def rank_limits(wiring: Wiring, rank: int) -> Iterator[str]:
     for net in wiring.nets:
         port = net.ports[rank]
         if port.delay_s:
-            rate = "" if port.rate_bytes_per_s is None else f" rate {_bits(port.rate_bytes_per_s)}"
+            rate = f" rate {_bits(port.rate_bytes_per_s)}" if port.rate_bytes_per_s < math.inf else ""
             delay = f"delay {port.delay_s * 1e6:.0f}us"
             # netem limits the rate too: on some kernels a tbf below netem stalls, since it splits frames that netem
             # counts whole.
             yield f"qdisc add dev {port.interface} root netem {delay}{rate} limit {_QUEUE_FRAMES}"
-        elif port.rate_bytes_per_s is not None:
+        elif port.rate_bytes_per_s < math.inf:
             yield _limited(port.interface, port.rate_bytes_per_s)
 
 

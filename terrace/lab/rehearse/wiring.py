@@ -41,7 +41,7 @@ class Port:
     interface: str
     name: str
     bridge: str
-    rate_bytes_per_s: float | None  # of each direction; None: not limited
+    rate_bytes_per_s: float  # of each direction; inf: not limited
     delay_s: float  # added on the way out of the rank; 0: the kernel's own
 
 
@@ -55,7 +55,7 @@ class Uplink:
     lower_bridge: str
     upper: str
     upper_bridge: str
-    rate_bytes_per_s: float | None
+    rate_bytes_per_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +71,8 @@ class TierNet:
         return f"t{self.index}"
 
     @property
-    def rate_bytes_per_s(self) -> float | None:
-        """Rate of one limited link in one direction: a rank's, or a sharing group's uplink. None: not limited."""
+    def rate_bytes_per_s(self) -> float:
+        """Rate of one limited link in one direction: a rank's, or a sharing group's uplink. inf: not limited."""
         return self.uplinks[0].rate_bytes_per_s if self.uplinks else self.ports[0].rate_bytes_per_s
 
 
@@ -142,7 +142,7 @@ def _net(cluster: Cluster, index: int, scale: float) -> TierNet:
             interface=f"t{index}",
             name=f"p{index}r{rank}",
             bridge=groups[rank // below] if shares else islands[rank // within],
-            rate_bytes_per_s=None if shares else limit,
+            rate_bytes_per_s=math.inf if shares else limit,
             delay_s=delay_s,
         )
         for rank in range(cluster.world_size)
@@ -180,5 +180,5 @@ def _scaled(tier: Tier, scale: float) -> Tier:
     )
 
 
-def _limit(rate_bytes_per_s: float) -> float | None:
-    return rate_bytes_per_s if rate_bytes_per_s < FASTEST_BYTES_PER_S else None
+def _limit(rate_bytes_per_s: float) -> float:
+    return rate_bytes_per_s if rate_bytes_per_s < FASTEST_BYTES_PER_S else math.inf

@@ -135,7 +135,7 @@ class RayRuntime(Runtime):
     """
 
     def __init__(
-        self, address: str | None = None, *, num_cpus: float = 1.0, num_gpus: float = 0.0, timeout_s: float = 1800.0
+        self, address: str = "", *, num_cpus: float = 1.0, num_gpus: float = 0.0, timeout_s: float = 1800.0
     ) -> None:
         self._timeout_s = checked(timeout_s)
         if num_gpus:
@@ -145,7 +145,7 @@ class RayRuntime(Runtime):
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             _join_cluster(address)
-        elif address is not None:
+        elif address:
             raise ConfigError(f"address = {address!r}, and this process has joined a Ray cluster already: leave it out")
         self._groups: list[Any] = []
         self._ranks: list[list[_Rank]] = []  # by pool
@@ -261,11 +261,11 @@ class RayRuntime(Runtime):
         raise error
 
 
-def _join_cluster(address: str | None) -> None:
+def _join_cluster(address: str) -> None:
     """Join Ray's cluster; raises `ConfigError` if there is none (Ray itself would wait for minutes and then exit)."""
-    if address is not None:
+    if address:
         check_address(address)
-    host, _, port = (address or "").rpartition(":")
+    host, _, port = address.rpartition(":")
     try:
         if host:
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
@@ -274,17 +274,17 @@ def _join_cluster(address: str | None) -> None:
         raise ConfigError(f"no Ray cluster at {address!r} ({error}): start one with ray start --head") from error
 
 
-def _init(address: str | None) -> None:
+def _init(address: str) -> None:
     # Ray puts the working folder first on its workers' sys.path, except for client jobs.
     job: Any = JobConfig(_client_job=True) if safe_flags() else None
     try:
-        ray.init(address=address, log_to_driver=False, job_config=job)
+        ray.init(address=address or None, log_to_driver=False, job_config=job)
     except (OSError, ValueError) as error:
         # When Ray starts a cluster, its socket paths are much longer than TMPDIR and may exceed the limit.
         folders = short_folders(_RAY_SOCKET) if "AF_UNIX" in str(error) else []
         if not folders:
             raise
-        ray.init(address=address, log_to_driver=False, job_config=job, _temp_dir=str(folders[0] / "ray"))
+        ray.init(address=address or None, log_to_driver=False, job_config=job, _temp_dir=str(folders[0] / "ray"))
 
 
 def _found(reference: Any) -> Answer | Report | None:

@@ -6,11 +6,11 @@ from terrace.launch.start import local_devices
 from terrace.rl.config import RlConfig
 
 
-def check_devices(config: RlConfig, ray: str | None) -> None:
+def check_devices(config: RlConfig, ray: str) -> None:
     """Raise `ConfigError` or `PlanError` if a run has CUDA devices that this machine or Ray does not."""
     if config.cluster.device.type == "cpu":
         return
-    if ray is not None:
+    if ray:
         raise ConfigError(
             f"cluster {config.cluster.name!r} has CUDA devices, and under Ray roles run on CPUs: add "
             "--cluster.device.backend cpu, or leave out --ray"
@@ -24,10 +24,10 @@ def check_devices(config: RlConfig, ray: str | None) -> None:
         )
 
 
-def unused_gpus(config: RlConfig, ray: str | None) -> str:
+def unused_gpus(config: RlConfig, ray: str) -> str:
     """A line on GPUs of this machine that the run leaves idle; "" if there are none."""
     num = len(local_devices())
-    if not num or ray is not None or config.cluster.device.type != "cpu":
+    if not num or ray or config.cluster.device.type != "cpu":
         return ""
     return (
         f"\nroles run on the CPU, as device.backend of cluster {config.cluster.name!r} says: {counted(num, 'GPU')} of "

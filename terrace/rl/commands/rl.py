@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     check_vocabulary(config.run, config.model)
     if options.place is not None:
         config = placed(config)
-    learn(config, options.folder, resume, options.ray, going_on=going_on, verbose=options.verbose)
+    learn(config, options.folder, resume, options.ray or "", going_on=going_on, verbose=options.verbose)
     return 0
 
 

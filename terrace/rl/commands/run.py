@@ -86,7 +86,7 @@ def run(
     config: RlConfig,
     folder: Path | None,
     resume: Path | None,
-    ray: str | None = None,
+    ray: str = "",
     *,
     going_on: bool = False,
     verbose: bool = False,
@@ -98,15 +98,13 @@ def run(
     of the first mistake, and `Terminated` after a signal.
     """
     outlive_output(_say_loud)
-    is_local = ray is None and config.cluster.world_size > 1
+    is_local = not ray and config.cluster.world_size > 1
     # The ranks' modules are imported while this process looks at what the run reads.
     with fork_server_ahead("terrace.rl.making") if is_local else nullcontext():
         _run(config, folder, resume, ray, goes_on(folder, resume, going_on), verbose)
 
 
-def _run(
-    config: RlConfig, folder: Path | None, resume: Path | None, ray: str | None, going_on: bool, verbose: bool
-) -> None:
+def _run(config: RlConfig, folder: Path | None, resume: Path | None, ray: str, going_on: bool, verbose: bool) -> None:
     if going_on and folder is not None and (folder / CONFIG).is_file():
         check_command(folder, "rl")
         resume = folder
@@ -140,7 +138,7 @@ def _run(
     print(words)
 
 
-def _checked(config: RlConfig, ray: str | None) -> RunInputs:
+def _checked(config: RlConfig, ray: str) -> RunInputs:
     """The inputs of a run, once all of them are checked. Raises the `TerraceError` of the first mistake."""
     inputs = inputs_of(config)
     check_roles(config)
@@ -295,9 +293,9 @@ def _stops(tokenizer: Tokenizer, folder: str = "") -> frozenset[int]:
     return frozenset(found)
 
 
-def _runtime(config: RlConfig, ray: str | None) -> Runtime:
+def _runtime(config: RlConfig, ray: str) -> Runtime:
     timeout_s = config.run.timeout_s
-    if ray is not None:
+    if ray:
         # The one module that imports Ray, which is an extra.
         from terrace.rl.calls.on_ray import RayRuntime
 

@@ -62,7 +62,7 @@ class Critic:
         }
 
     @call()
-    def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> str:
+    def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> str:
         """Write a checkpoint with `facts` and keep the newest `keep` (None: all). Returns the checkpoint's folder."""
         return saved(self._engine, self._settings, folder, step, facts, keep)
 

@@ -155,7 +155,7 @@ def means_of(engine: Engine, sums: Mapping[str, float]) -> dict[str, float]:
 
 
 def saved(
-    engine: Engine, settings: EngineSettings, folder: Path, step: int, facts: Mapping[str, Any], keep: int | None
+    engine: Engine, settings: EngineSettings, folder: Path, step: int, facts: Mapping[str, Any], keep: int
 ) -> str:
     """Write a checkpoint with `facts` and keep the newest `keep` (None: all). Returns the checkpoint's folder."""
     engine.drain()

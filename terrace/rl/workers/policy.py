@@ -207,7 +207,7 @@ class Actor:
         return {"pg_loss": result.loss, "grad_norm": result.grad_norm, "lr": lr, **own}
 
     @call()
-    def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int | None) -> str:
+    def save(self, folder: Path, step: int, facts: Mapping[str, Any], keep: int) -> str:
         """Write a checkpoint with `facts` and keep the newest `keep` (None: all). Returns the checkpoint's folder."""
         return saved(self.engine, self._settings, folder, step, facts, keep)
 
