@@ -34,6 +34,7 @@ from terrace.plan.recompute import operations_in
 from terrace.program.instruction import Op
 from terrace.program.program import Program
 from terrace.program.routed import uneven_rows
+from terrace.runtime.scores import MeasuredPlans, Scores
 
 _COMPILER = ("torch._inductor", "torch._dynamo")
 # As torch shows the call of a compiler of C++ that has failed.
@@ -126,6 +127,7 @@ def compile_blocks(modules: Iterable[nn.Module], backend: str = "inductor") -> N
     """
     made: tuple[tuple[object, str], ...] = ((attention.PerMicroBatch, "get"), (AttentionPlans, "made"))
     made = (*made, (Refusable, "attend"), (attention, "attend_in_pieces"), (delta_net, "gated_delta_rule"))
+    made = (*made, (MeasuredPlans, "first"), (Scores, "add_rows"))
     for owner, name in made:
         function = getattr(owner, name)
         # Patched once per process; a second engine finds it done.

@@ -2,7 +2,7 @@
 
 No kernel of attention returns it, and bounds from lengths of queries and keys are far above it. So the scores are
 computed once more, a few queries at a time over the keys that these may see, and only their maximum is kept: the same
-product Q K^T as in the kernel, a third of a forward's and backward's work at most, without a second matrix of scores in
+product Q K^T as in the kernel, a seventh of the FLOPs of its forward and backward, without a second matrix of scores in
 memory. A score is rounded to the dtype of queries. Rounding keeps the order of numbers, so the result is the true
 maximum, rounded once. Context ranks measure the keys of each round.
 
@@ -124,9 +124,10 @@ class MeasuredPlans:
     def plan(self, positions: Tensor | None, query: Tensor) -> MaskPlan:
         """As `Plans.plan`; the plan measures while the scores are open."""
         plan = self.plans.plan(positions, query)
-        return _Measured(plan, self._first(positions, query.shape[2]), self._scores) if self._scores.is_open else plan
+        return _Measured(plan, self.first(positions, query.shape[2]), self._scores) if self._scores.is_open else plan
 
-    def _first(self, positions: Tensor | None, sequence: int) -> Tensor:
+    def first(self, positions: Tensor | None, sequence: int) -> Tensor:
+        """The first key that each query sees, int64 (B or 1, S), on the host."""
         window = self.window
         if positions is not None:
             host = on_host(positions)
