@@ -71,6 +71,7 @@ def test_make_targets_exist() -> None:
 # Long pages whose commands have tests of their own.
 _NIGHTLY = (
     "checkpoints.md",
+    "coming-from.md",
     "context.md",
     "distillation.md",
     "failures.md",
@@ -87,6 +88,7 @@ _NIGHTLY = (
     "probing.md",
     "pruning.md",
     "quick-start.md",
+    "renting.md",
     "rl-mapping.md",
     "rl.md",
     "simulating.md",
