@@ -27,7 +27,7 @@ from tests.support.planner_cases import CLUSTERS, MIXED, SMALL, small_task
     ("name", "axes", "batch"),
     [
         pytest.param("dgx 4x2", ("data",), 8, marks=pytest.mark.nightly),
-        pytest.param("dgx 4x2", ("data", "tensor"), 4, marks=pytest.mark.nightly),
+        ("dgx 4x2", ("data", "tensor"), 4),
         pytest.param("frontier 2x1x2", ("data", "tensor", "pipeline"), 4, marks=pytest.mark.nightly),
         pytest.param("ethernet 2x2", ("data", "tensor", "context", "pipeline"), 4, marks=pytest.mark.nightly),
         ("frontier 2x1x2", ("data", "pipeline"), 4),
