@@ -21,10 +21,10 @@ from bench.claims import Claim, judge, measured, options_for_claims, print_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.lab.policies.costs import POLICIES, makespan_bound_s, policy_costs
-from terrace.lab.policies.distributions import batches, bimodal, one_huge, sample
 from terrace.sequence.assign import assign
 from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import WorkCost
+from terrace.sequence.distributions import batches, bimodal, one_huge, sample
 
 TARGET_RATIO, TARGET_S = 1.05, 0.1
 NODE = 8

@@ -5,7 +5,7 @@
 
 The same model, data, batches and processes for both, which take turns step by step: reported are the median over steps
 of the ratio within a step, and the ratio of all steps together. A step takes as long as its slowest rank. Lengths come
-from a published histogram (terrace.lab.policies.distributions), or are of two kinds, short and long, where the long
+from a published histogram (terrace.sequence.distributions), or are of two kinds, short and long, where the long
 ones have a quarter of the tokens; they are divided by `--scale`, and packed as by `data.documents = "whole"`. The cost
 of attention is measured at the start, as in a run. With `--pace` messages are held to the rates of a cluster, whose
 tiers `--tiers` sizes.
@@ -44,7 +44,6 @@ from terrace.data.batches import Batches, Source
 from terrace.data.block_sums import write_sums
 from terrace.data.token_file import TokenFile
 from terrace.lab.pace import Pacer
-from terrace.lab.policies.distributions import bimodal, sample
 from terrace.launch.start import LocalPool
 from terrace.launch.world import World
 from terrace.model.blocks import block_specs
@@ -54,6 +53,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import preset
 from terrace.runtime.engine import Engine
+from terrace.sequence.distributions import bimodal, sample
 from terrace.train.calibrate import calibrate
 from terrace.train.config import RunConfig
 from terrace.train.context_batches import ContextBatches

@@ -1,19 +1,18 @@
 """The gain of `balance = "cost"` beside the gains that Zeppelin (2509.21841) publishes over an even ring."""
 
 import statistics
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 
 from bench.models import llama_of
 from bench.validation.rows import Row, Table, markdown_table
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import load_cluster
 from terrace.lab.policies.costs import policy_costs
-from terrace.lab.policies.distributions import batches, sample
 from terrace.model.block_operations import layer_operations
 from terrace.model.blocks import block_specs, num_params
 from terrace.model.config import ModelConfig
 from terrace.sequence.capacity import ring_rank_capacity
-from terrace.sequence.cost import WorkCost
+from terrace.sequence.distributions import batches, sample
 from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.layers import core_rounds, optimizer_s, seconds_of
 from terrace.simulate.links import ring_s
@@ -33,7 +32,7 @@ Seconds of a step under an even ring over all GPUs (every document cut over all 
 parallelism does) over those under `balance = "cost"`. Nodes are like those of the paper with A800: eight A100 whose
 NVLink carries 200 GB/s each way and which share four adapters of 200 Gb/s (the one GPU of a node that sends in a flat
 ring has one to itself); 4,096 tokens a GPU; document lengths from the published histogram of
-terrace/lab/policies/distributions.py, means over four batches.
+terrace/sequence/distributions.py, means over four batches.
 
 Both sides count what is the same under both, of one micro-batch: the products, norms and launches of a layer, kernel by
 kernel; embedding and head; the optimizer on a shard; gradients in fp32 and parameters in bf16 once around all GPUs.
@@ -62,30 +61,16 @@ def llama(name: str) -> ModelConfig:
     return llama_of(hidden, layers, heads, heads, inner, vocab=32000)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShortDocuments(WorkCost):
-    """Cost of attention that reaches less of its peak on few keys; a document is attended to in `rounds` of keys."""
-
-    half_keys: float
-    rounds: int
-
-    def area(self, length: int) -> float:
-        pairs = super().area(length)
-        return pairs * (1 + self.half_keys * self.rounds / length) if length else pairs
-
-
 def gains(model: str, num_gpus: int) -> list[float]:
     """Return the gain over an even ring of each batch."""
     # Of a flat ring one GPU of a node sends to the next node, and has an adapter to itself.
     clusters = {"even ring": nodes(num_gpus, 25e9), "cost": nodes(num_gpus, 4 * 25e9 / 8)}
-    config, rounds = llama(model), {"even ring": num_gpus, "cost": 1}
+    config = llama(model)
     dense_s, once_s = same_seconds(clusters["cost"], config)
-    costs = {}
-    for policy, cluster in clusters.items():
-        cost = replace(attention_cost(cluster, block_specs(config)), token_s=dense_s / _TOKENS)
-        known = {each.name: getattr(cost, each.name) for each in fields(cost)}
-        half_keys = cluster.device.kernels.attention_half_keys
-        costs[policy] = ShortDocuments(**known, half_keys=half_keys, rounds=rounds[policy])
+    costs = {
+        policy: replace(attention_cost(cluster, block_specs(config)), token_s=dense_s / _TOKENS)
+        for policy, cluster in clusters.items()
+    }
     degrees, found = [tier.size for tier in clusters["cost"].tiers], []
     for lengths in batches(_TOKENS * num_gpus, _BATCHES, sample(4096)):
         capacity = ring_rank_capacity(lengths, num_gpus, _TOKENS)

@@ -25,6 +25,11 @@ OVERRIDES_HELP = (
     "in a run folder shows the keys of a run."
 )
 RANKS = option("N", "resize the cluster's tiers to N ranks, innermost first (default: as the cluster says)")
+LENGTHS = option(
+    "FILE|NAME",
+    "predict rows that hold several documents, of these lengths: a file with the tokens of a document on each line, as "
+    "terrace data lengths --out writes, or arxiv, github, magiattention, bimodal, one-huge",
+)
 HEADROOM = option(  # short for --cluster.device.headroom
     "SHARE|BYTES", "memory of a device to leave free, e.g. 10%% or 6GB (default: as the cluster's file says, or 5%%)"
 )
@@ -77,6 +82,7 @@ class Plan(Line):
     headroom: str | None = HEADROOM
     batch: int | None = option("B", "sequences a step, over all ranks")
     sequence: int | None = option("S", "tokens a sequence")
+    lengths: str | None = LENGTHS
     software: SOFTWARE = AS
     compute: DTYPE | None = option(
         None, "dtype of parameters and messages (default: bf16; where fp32 is faster, fp32, with messages in bf16)"
@@ -163,6 +169,7 @@ class Simulate(RunLine):
         "step",
     )
     software: SOFTWARE = AS
+    lengths: str | None = LENGTHS
     lines: int | None = option("N", "lines of the program to print at most (default: all)")
     stage: int = option("N", "pipeline stage whose program is printed (default: 0)", 0)
     page: str | None = option("FILE", "write a self-contained HTML page of the step")

@@ -21,6 +21,7 @@ from terrace.report import step_sections as show
 from terrace.report.page import page_html
 from terrace.report.sections import Section
 from terrace.report.step_view import StepView
+from terrace.sequence.lengths import NO_LENGTHS, read_lengths
 from terrace.simulate.trace import steps_trace_json
 from terrace.train.config import RunConfig
 from terrace.train.prediction import check_passes, checked_programs, resolved_run
@@ -79,7 +80,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     outputs = _outputs(options)
     check_task(options, rest)
     run = _as_software(resolve_run(options, rest), options.software)
-    view = step_view(resolved_run(run), options)
+    lengths = NO_LENGTHS if options.lengths is None else read_lengths(options.lengths, run.train.sequence)
+    view = replace(step_view(resolved_run(run), options), lengths=lengths)
     # Before anything is printed.
     if outputs or draws(view, options.view):
         check_passes(view.run, "drawn (without a pipeline, --view program draws nothing)")
@@ -91,6 +93,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if "trace" in outputs:
         written.append(_write("trace", outputs["trace"], step_trace(view)))
     print(f"{filled(view.subtitle + software_words(run.cluster))}\n")
+    if lengths:
+        print(f"{filled(view.lengths_words)}\n")
     if said := gaps_words(run.plan, view.run.plan):
         print(f"{filled(said)}\n")
     print_sections(section for part in VIEWS[options.view] for section in part(view))

@@ -61,7 +61,7 @@ def inside_table(program: Program) -> Table:
 ASSIGNED = (
     'balance = "cost": what a rank sends, computes and keeps in attention depends on the documents of a batch.\n'
     'Predicted are the computing of balance = "tokens", the most memory, and no messages in attention;\n'
-    "what policies cost on a data set: docs/context.md"
+    "with --lengths FILE all of it but memory is predicted on documents of these lengths (docs/context.md)"
 )
 
 

@@ -77,7 +77,7 @@ def inside_section(view: StepView) -> list[Section]:
     if is_context_parallel(program.mesh, program.plan):
         # These messages depend on the documents of each batch, so the plan alone does not determine them.
         if program.plan.balance == "cost":
-            found.append(Section(words=[ASSIGNED]))
+            found.append(Section(words=[] if view.lengths else [ASSIGNED]))
         else:
             found.append(Section(title="Attention over the context axis", table=attention_table(program)))
     return [*found, Section(title="Routed messages", table=routed_table(program))]

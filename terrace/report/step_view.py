@@ -16,12 +16,16 @@ from terrace.program.stages import plan_orders
 from terrace.report.plans import hidden_words
 from terrace.report.sections import Page, Section
 from terrace.report.tables import model_size, plan_title
+from terrace.sequence.lengths import NO_LENGTHS, Lengths
 from terrace.simulate.bands import Band, band_of
 from terrace.simulate.critical import critical_words, path_words
 from terrace.simulate.fullest import Job, fullest_stage
 from terrace.simulate.hidden import hidden_between_nodes
+from terrace.simulate.masks import work_in
 from terrace.simulate.recorded import RecordedStep, record_predicted
-from terrace.simulate.step import Prediction, idle_s, predict_step
+from terrace.simulate.step import Prediction, Step, idle_s, predict_step
+from terrace.simulate.with_lengths import core_shares
+from terrace.simulate.work import Work
 from terrace.train.config import RunConfig
 from terrace.train.prediction import job_of, step_of
 
@@ -34,10 +38,15 @@ class StepView:
     programs: Sequence[Program]
     stage: int = 0  # the one with its program printed
     lines: int | None = None  # of it, at most
+    lengths: Lengths = NO_LENGTHS  # of the documents
+
+    @cached_property
+    def step(self) -> Step:
+        return step_of(self.run, lengths=self.lengths)
 
     @cached_property
     def predicted(self) -> Prediction:
-        return predict_step(step_of(self.run), self.programs)
+        return predict_step(self.step, self.programs)
 
     @cached_property
     def recorded(self) -> RecordedStep:
@@ -46,7 +55,7 @@ class StepView:
     @cached_property
     def candidates(self) -> list[Change]:
         """Single changes of the plan, shortest step first."""
-        return changes(step_of(self.run), base=self.predicted)
+        return changes(self.step, base=self.predicted)
 
     @cached_property
     def hiding(self) -> Change | None:
@@ -76,6 +85,21 @@ class StepView:
         size = model_size(self.run.model)
         return f"{family_of(self.run.model)} decoder, {size}; a step of {step_words(self.run)}"
 
+    @property
+    def lengths_words(self) -> str:
+        """What documents leave of whole rows' attention, on the slowest rank and in the mean; "" without lengths."""
+        work, device, lengths = self.step.work, self.run.cluster.device, self.lengths
+        if not lengths or not isinstance(work, Work):
+            return ""
+        attends = next(each for each in self.step.blocks if each.attends and not each.operations.delta.heads)
+        shares = core_shares(device, work_in(work, attends, device.type))
+        return (
+            f"Documents of {lengths.name} ({counted(len(lengths.documents), 'length', ',')}), each attended to by "
+            f"itself: attention computes {100 * shares.slowest:.3g} % of whole rows' on the slowest rank, "
+            f"{100 * shares.mean:.3g} % in the mean; from micro-batch to micro-batch the slowest varies by "
+            f"{100 * shares.spread:.2g} % (standard deviation)."
+        )
+
     @cached_property
     def misfit(self) -> str:
         """A line on the memory that a rank lacks under the plan; "" if it fits."""
@@ -94,7 +118,7 @@ class StepView:
     @cached_property
     def advice(self) -> str:
         # A page shows all candidates, and is written first.
-        found = vars(self).get("candidates") or best_changes(step_of(self.run), self.predicted)
+        found = vars(self).get("candidates") or best_changes(self.step, self.predicted)
         return advice_words(found, self.recorded.step_s, self.band)
 
     @cached_property

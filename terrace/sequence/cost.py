@@ -4,14 +4,15 @@ One ring rank attends to a whole document of L tokens, or G ranks form a ring (t
 c = ceil(L / 2G) tokens, two per rank, so that all G rounds have the same area. The keys of the next round are sent
 while a round computes; gradients of keys return to their owner after the last round, which is exposed:
 
-    area(L)       L^2 / 2 pairs of a query and a key; under a window W < L, W L - W^2 / 2
+    pairs(L)      L^2 / 2 pairs of a query and a key; under a window W < L, W L - W^2 / 2
+    area(L)       pairs(L) + h L / 2; with h keys a kernel reaches half of its rate, so a query costs h / 2 pairs more
     whole         (forwards + backward) pair_s area(L)
-    round         t = pair_s area(2Gc) / G^2 forward and `backward` t backward
+    round         t = pair_s (pairs(2Gc) / G^2 + h c) forward and `backward` t backward
     link i        x_i(bytes) = latency_i + (bytes + half_bytes_i) / rate_i, of the keys of 2c tokens
     ring          over `forwards` and backward, t + sum over rounds that cross tier i of max(t, x_i);  + x_outermost
 
 The time of a rank is the sum over its documents. Not modelled: documents on one rank hide each other's messages, so the
-sum is an overestimate for many documents, and kernels are less efficient on short ones.
+sum is an overestimate for many documents.
 """
 
 import math
@@ -57,6 +58,7 @@ class WorkCost:
     window: int = 0  # 0: none
     other_windows: tuple[int, ...] = ()  # of other layers; costs use `window`
     forwards: float = 1.0  # forward passes per step, recomputation included; the mean over layers
+    half_keys: float = 0.0  # keys with which a kernel reaches half of its rate (`Kernels.attention_half_keys`)
 
     @staticmethod
     def of(
@@ -93,6 +95,7 @@ class WorkCost:
             backward=FLASH_BACKWARD * share / kernels.attention_share(head_dim, backward=True),
             window=window,
             forwards=forwards,
+            half_keys=kernels.attention_half_keys,
         )
 
     @cached_property
@@ -100,21 +103,37 @@ class WorkCost:
         """Seconds of one (query, key) pair, forwards and backward."""
         return (self.forwards + self.backward) * self.pair_s
 
-    def area(self, length: int) -> float:
+    def pairs(self, length: int) -> float:
         """Number of (query, key) pairs of a document."""
         if 0 < self.window < length:
             return self.window * (length - self.window / 2)
         return length * length / 2
 
+    def area(self, length: int) -> float:
+        """Pairs of a document, and those that its queries take as long as on a kernel with few keys."""
+        return self.pairs(length) + self.half_keys * length / 2
+
     def whole_s(self, length: int) -> float:
         return self.whole_pair_s * self.area(length)
+
+    def round_s(self, length: int, num_ring_ranks: int) -> float:
+        """Forward seconds of a document in each round of a ring, on each of its ranks."""
+        pairs = self.pairs(length) / num_ring_ranks**2
+        return self.pair_s * (pairs + self.half_keys * length / (2 * num_ring_ranks))
+
+    def computed_s(self, length: int, num_ring_ranks: int) -> float:
+        """Seconds that a ring's document computes on each of its ranks, without messages."""
+        if num_ring_ranks == 1:
+            return self.whole_s(length)
+        rounds_s = num_ring_ranks * self.round_s(ring_tokens(length, num_ring_ranks) * num_ring_ranks, num_ring_ranks)
+        return (self.forwards + self.backward) * rounds_s
 
     def ring_s(self, length: int, degrees: tuple[int, ...]) -> float:
         num_ring_ranks = math.prod(degrees)
         if num_ring_ranks == 1:
             return self.whole_s(length)
         tokens = ring_tokens(length, num_ring_ranks)
-        forward = self.pair_s * self.area(tokens * num_ring_ranks) / num_ring_ranks**2
+        forward = self.round_s(tokens * num_ring_ranks, num_ring_ranks)
         backward = self.backward * forward
         total, return_s = self.forwards * forward + backward, 0.0
         plain = 1  # exchanges without gradients: the first one of the backward has none yet
@@ -126,6 +145,13 @@ class WorkCost:
                 total += plain * max(backward, return_s) + (number - plain) * max(backward, both_s)
                 plain = 0
         return total + return_s
+
+    def key_messages(self, num_rounds: int, *, is_first: bool) -> float:
+        """Messages of a ring rank's keys, or of their gradients, in `num_rounds` rounds, forwards and backward.
+
+        The first round of the backward has no gradients to send yet.
+        """
+        return (self.forwards + 2) * num_rounds - is_first
 
     def move_s(self, tier: int, num_tokens: int) -> float:
         """Seconds to move tokens to the rank that attends to them and their outputs back, forwards and backward."""

@@ -72,6 +72,7 @@ class Costs:
     routed: tuple[RoutedSeconds, ...] = ()  # of each block between its routed messages; empty: none are sent
     operations_s: tuple[float, ...] = ()  # of each block, what is recomputed where not all of it is; empty: nothing
     saved_s: tuple[float, ...] = ()  # of each block's forward, that its recomputation leaves out; empty: nothing
+    dealt_s: float = 0.0  # a pass of attention waits for messages that depend on the documents of a batch
     drains: bool = False  # whether refreshes end before the next step begins, as another model then runs
     # Cluster with the link to another stage's member, by that stage, where it is another than the cluster's
     links: Mapping[int, Cluster] = field(default_factory=dict, hash=False)
@@ -168,7 +169,11 @@ class Costs:
         found = self._waits.get(key)
         if found is None:
             rooms = self.rooms(self.forward_s[block], self.backward_s[block] - weight_s, weight_s, rounds)
-            found = self._waits[key] = exposed(self._priced(block).priced(steps.moments(instruction.op)), rooms)
+            found = exposed(self._priced(block).priced(steps.moments(instruction.op)), rooms)
+            if self.dealt_s and self.program.blocks[block].attends:
+                again = instruction.op is not Op.FORWARD and self.program.model.recomputes(block)
+                found = {**found, MessageClass.CONTEXT: self.dealt_s * (1 + again)}
+            self._waits[key] = found
         return found
 
     def steps(self, instruction: Instruction, seconds: float, category: str) -> tuple[PassStep, ...]:
@@ -260,7 +265,8 @@ def _from_work(program: "Program", work: Work) -> Costs:
     in_chunks = program.blocks[-1].computes is Computes.LOGITS
     each_rounds, each_routed = [known[kind][1] for kind in kinds], [known[kind][2] for kind in kinds]
     costs = _costs(program, forward, backward, update_seconds(program), weight, each_rounds, each_routed, in_chunks)
-    return replace(costs, operations_s=_operations_s(program, work), saved_s=tuple(saved))
+    dealt_s = work.ragged.dealt.wait_s
+    return replace(costs, operations_s=_operations_s(program, work), saved_s=tuple(saved), dealt_s=dealt_s)
 
 
 def _operations_s(program: "Program", work: Work) -> tuple[float, ...]:

@@ -135,7 +135,8 @@ _NO_EVENT = Event(Op.FREE, -1, 0.0, -1, "")
 class _Pricing:
     def __init__(self, program: "Program", costs: "Costs") -> None:
         self.program, self.costs = program, costs
-        self._sends_inside = program.model.tensor.degree * math.prod(program.mesh.group(*CONTEXT)) > 1
+        context = math.prod(program.mesh.group(*CONTEXT)) > 1 or costs.dealt_s > 0
+        self._sends_inside = context or program.model.tensor.degree > 1
         self._routes = bool(program.model.routed.transfers)
         self._buffered = gradient_buffers(program)
         self._sends: dict[int, Event] = {}

@@ -102,7 +102,7 @@ class Prediction:
 
     step: Step  # its plan leaves nothing out (`resolved`)
     times_s: tuple[Times, ...]
-    expected_bytes: tuple[Mapping[tuple[MessageClass, str], int], ...]  # of routed messages under even routing
+    expected_bytes: tuple[Mapping[tuple[MessageClass, str], int], ...]  # with means of those that depend on the batch
     programs: tuple[Program, ...]
     costs: tuple[Costs, ...]
     cycle: Cycle | None = None  # of islands: times and bytes are of its mean step, programs of one without exchanges
@@ -110,7 +110,12 @@ class Prediction:
     @cached_property
     def sent_bytes(self) -> tuple[Mapping[tuple[MessageClass, str], int], ...]:
         """Sent bytes that do not depend on the batch."""
-        return tuple(map(declared_ahead, self.expected_bytes))
+        # Under balance = "cost" those of attention do, and are expected only where lengths are known.
+        by_batch = {MessageClass.CONTEXT} if self.step.plan.balance == "cost" else set()
+        return tuple(
+            {key: size for key, size in declared_ahead(sent).items() if key[0] not in by_batch}
+            for sent in self.expected_bytes
+        )
 
     @cached_property
     def reports(self) -> tuple[StepReport, ...]:
@@ -353,10 +358,22 @@ def _played(step: Step, programs: Sequence[Program], known: Costs | None = None)
     return Prediction(
         step=step,
         times_s=tuple(times_s),
-        expected_bytes=tuple(program.expected_bytes for program in programs),
+        expected_bytes=tuple(_with_dealt(program, step.work) for program in programs),
         programs=tuple(programs),
         costs=tuple(costs),
     )
+
+
+def _with_dealt(program: Program, work: Priced) -> dict[tuple[MessageClass, str], int]:
+    """The expected bytes of a program, with those of documents that are dealt by cost, if their lengths are known."""
+    found = program.expected_bytes
+    if not isinstance(work, Work) or not work.ragged.dealt.sent_bytes:
+        return found
+    times = sum(
+        count for each, count in program.counts.items() if each.op is Op.FORWARD and program.blocks[each.block].attends
+    )
+    dealt = zip(program.layout.tiers, work.ragged.dealt.sent_bytes, strict=True)
+    return {**found, **{(MessageClass.CONTEXT, tier): round(times * each) for tier, each in dealt if each}}
 
 
 def play_stages(

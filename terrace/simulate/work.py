@@ -13,6 +13,7 @@ from terrace.model.part_kernel import Part
 from terrace.plan.context import Heads, count_local_tokens
 from terrace.plan.dims import rank_numel
 from terrace.sequence.capacity import most_attended
+from terrace.sequence.ragged import WHOLE_ROWS, Ragged
 
 
 @hashed_once
@@ -30,7 +31,7 @@ class Work:
     `recompute` says whether a layer's backward recomputes the whole layer; otherwise it recomputes only `operations`
     (terrace.plan.recompute). `flash`: the attention kernel never writes the S x S scores, and recomputes its core
     (QK^T, softmax and the product with V) itself. `documents`: a row may hold several, each of which attends only to
-    itself (terrace.model.attention). `attention` is the kernel that a run requests.
+    itself (terrace.model.attention), of the lengths of `ragged`. `attention` is the kernel that a run requests.
 
     The context axis is `ulysses` x `ring` ranks (terrace.plan.context). Outside attention each rank holds `tokens`,
     padding included. In attention the `ulysses` ranks of one ring rank share its `attended` tokens and split the heads.
@@ -69,6 +70,7 @@ class Work:
     expert_chunks: tuple[int, int] = (1, 1)
     load: float = 1.0
     codes: float = 0.0
+    ragged: Ragged = WHOLE_ROWS  # the lengths of the documents, if known
 
     def __post_init__(self) -> None:
         if self.tensor % self.columns:

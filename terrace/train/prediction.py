@@ -15,12 +15,14 @@ from terrace.program.lowering import build_stages
 from terrace.program.program import Program
 from terrace.program.report import StepReport
 from terrace.program.verify_ranks import verify_stages
+from terrace.sequence.lengths import NO_LENGTHS, Lengths
 from terrace.simulate.beside import forward_beside
 from terrace.simulate.footprint import work_of
 from terrace.simulate.fullest import Job
 from terrace.simulate.held_activations import Held, activation_bytes, activations_by_block
 from terrace.simulate.members import predict_member
 from terrace.simulate.step import Prediction, Step, resolved
+from terrace.simulate.with_lengths import with_lengths
 from terrace.train.config import RunConfig
 from terrace.train.rules import parts_of
 from terrace.train.teacher import num_teacher_micros, teacher_blocks, teacher_plan
@@ -55,8 +57,8 @@ def given_step(run: RunConfig) -> Step:
     )
 
 
-def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
-    """The run's step on its own cluster, or on `cluster`, measured at the start.
+def step_of(run: RunConfig, cluster: Cluster | None = None, lengths: Lengths = NO_LENGTHS) -> Step:
+    """The run's step on its own cluster, or on `cluster`, measured at the start; on documents of `lengths`, if known.
 
     The own cluster, from a probe or a data sheet, prices compute kernel by kernel; a measured one holds the FLOP/s of a
     layer. Blocks are always divided among stages by the own cluster, which is the same on every rank.
@@ -65,13 +67,13 @@ def step_of(run: RunConfig, cluster: Cluster | None = None) -> Step:
     # engine did.
     own = resolved(given_step(run))
     if cluster is None or cluster is run.cluster:
-        return own
+        return with_lengths(own, lengths)
     sizes = (run.plan.micro_batch, run.train.sequence)
     flops = [float(block.forward_flops(*sizes)) for block in block_specs(run.model)]
     if run.teacher.is_online:
         # The loss multiplies with the teacher's output matrix once, and with the student's three times.
         flops[-1] += block_specs(teacher_model(run.teacher.model))[-1].forward_flops(*sizes) / 3
-    return replace(own, cluster=cluster, work=tuple(flops), beside=_beside(run, cluster))
+    return with_lengths(replace(own, cluster=cluster, work=tuple(flops), beside=_beside(run, cluster)), lengths)
 
 
 def _beside(run: RunConfig, cluster: Cluster | None) -> tuple[StepReport, ...]:

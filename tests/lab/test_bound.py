@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from terrace.cluster.presets import load_cluster
 from terrace.lab.policies.costs import makespan_bound_s
-from terrace.lab.policies.distributions import bimodal, one_huge, sample
 from terrace.sequence.assign import Assignment, assign
 from terrace.sequence.cost import WorkCost
+from terrace.sequence.distributions import bimodal, one_huge, sample
 from tests.support.balance import cost_on, documents, on_all_tiers, pools
 from tests.support.effort import lines_run
 

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terrace.lab.policies.costs import POLICIES, policy_costs
-from terrace.lab.policies.distributions import PUBLISHED, batches, sample
 from terrace.plan.context import ContextGroup, Heads
 from terrace.plan.wire import FORMATS
 from terrace.sequence.balanced import balanced_group_layout
 from terrace.sequence.build import build_token_layout
 from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import crossings
+from terrace.sequence.distributions import PUBLISHED, batches, sample
 from terrace.sequence.group_layout import GroupLayout
 from terrace.sequence.segments import Segment
 from terrace.sequence.traffic import sent_bytes

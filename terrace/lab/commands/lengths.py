@@ -17,19 +17,14 @@ from terrace.cli.terminal import Terminal
 from terrace.cluster.cluster import Cluster
 from terrace.cluster.presets import parse_cluster
 from terrace.lab.policies.costs import policy_costs
-from terrace.lab.policies.distributions import batches, bimodal, one_huge, sample, scattered
 from terrace.lab.policies.tables import bins_of, histogram_table, lengths_svg, policies_table
 from terrace.model.blocks import block_specs
 from terrace.model.config import ModelConfig, parse_model
 from terrace.sequence.capacity import ring_rank_capacity
+from terrace.sequence.distributions import batches, scattered
+from terrace.sequence.lengths import DISTRIBUTIONS
 from terrace.simulate.attention_cost import attention_cost
 
-_NUM_SAMPLES = 4096  # of a built-in distribution
-_DISTRIBUTIONS = {
-    "magiattention": lambda sequence: sample(_NUM_SAMPLES),
-    "bimodal": lambda sequence: bimodal(_NUM_SAMPLES, long=sequence),
-    "one-huge": lambda sequence: one_huge(_NUM_SAMPLES, sequence),
-}
 _MOST_PLACES = 4096  # documents of this many ranks are assigned in about a second
 _MOST_DOCUMENTS = 200_000  # of a batch, for the same reason
 
@@ -48,6 +43,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
         check_writable("--picture", options.picture)
         if options.picture.suffix != ".svg":
             raise ConfigError(f"--picture {options.picture}: it is written as SVG; name a file that ends in .svg")
+    if options.out is not None:
+        check_writable("--out", options.out)
     # All input is checked before the corpus is read, which may take minutes.
     model, cluster, data = _described(options, path, rest)
     if cluster.world_size > _MOST_PLACES:
@@ -68,6 +65,9 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     bins = bins_of(lengths)
     if options.picture is not None:  # before any output, so that a write error is not lost below tables
         write_file("--picture", options.picture, lengths_svg(bins, f"lengths of documents of {name}"))
+    if options.out is not None:
+        pieces = _pieces(lengths, options.sequence)
+        write_file("--out", options.out, "".join(f"{length}\n" for length in pieces))
     console = Terminal()
     print(
         f"{name}: {counted(len(lengths), 'document', ',')}, {counted(sum(lengths), 'token', ',')}, the longest "
@@ -86,6 +86,8 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
     print(f"bytes are sums over all ranks{cut}")
     if options.picture is not None:
         print(f"wrote {options.picture}")
+    if options.out is not None:
+        print(f"wrote {options.out}: {counted(len(pieces), 'length', ',')} for --lengths of terrace simulate and plan")
     return 0
 
 
@@ -111,7 +113,7 @@ def _described(
 
 def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
     if options.distribution is not None:
-        return options.distribution, _DISTRIBUTIONS[options.distribution](options.sequence)
+        return options.distribution, DISTRIBUTIONS[options.distribution](options.sequence)
     # Imported here: a built-in distribution needs neither numpy nor a tokenizer.
     import numpy as np
 
@@ -137,7 +139,7 @@ def _lengths(options: argparse.Namespace, data: Mapping[str, Any]) -> tuple[str,
 
 def _batch(lengths: Sequence[int], num_sequences: int, sequence: int) -> tuple[int, ...]:
     # A fair sample of all documents; longer ones are cut into sequences.
-    pieces = scattered([min(sequence, length - start) for length in lengths for start in range(0, length, sequence)])
+    pieces = scattered(_pieces(lengths, sequence))
     num_documents = num_sequences * sequence * len(pieces) // sum(pieces)
     if num_documents > _MOST_DOCUMENTS:
         raise ConfigError(
@@ -145,3 +147,7 @@ def _batch(lengths: Sequence[int], num_sequences: int, sequence: int) -> tuple[i
             f"documents, and up to {_MOST_DOCUMENTS:,} are assigned together: lower --batch or --sequence"
         )
     return batches(num_sequences * sequence, 1, pieces)[0]
+
+
+def _pieces(lengths: Sequence[int], sequence: int) -> list[int]:
+    return [min(sequence, length - start) for length in lengths for start in range(0, length, sequence)]

@@ -71,7 +71,7 @@ class Lengths(Line):
         "figure of the cluster as --cluster.key VALUE."
     )
     data: str | None = option("PATH", "the same as PATH: any source for data.path")
-    distribution: Literal["magiattention", "bimodal", "one-huge"] | None = option(
+    distribution: Literal["magiattention", "arxiv", "github", "bimodal", "one-huge"] | None = option(
         None, "a built-in distribution, in place of a path"
     )
     model: str | None = option("PATH", "Hugging Face config.json, or its folder (default: a small Llama-style decoder)")
@@ -79,6 +79,9 @@ class Lengths(Line):
     sequence: int = option("S", "tokens of a sequence (default: %(default)s)", 8192)
     batch: int | None = option("B", "sequences of a batch (default: one a rank)")
     picture: Path | None = option("FILE", "write (or replace) a picture, an SVG file")
+    out: Path | None = option(
+        "FILE", "write (or replace) the lengths, one a line and cut at a sequence, for --lengths of simulate and plan"
+    )
 
 
 def add_rehearse(commands: Any) -> None:

@@ -7,7 +7,7 @@
                   Zeppelin (2509.21841). Documents are padded to two chunks a rank, as there
     tiered ring   the same in the order of a segment (terrace.sequence.segments), which rarely crosses slow tiers
     cost          rings chosen by cost, tokens held evenly and moved to the ranks that attend to them
-                  (terrace.sequence.assign, terrace.sequence.local_tokens)
+                  (terrace.sequence.dealt)
 
 A layer's time is the sum of the linear layers on local tokens, the attention of the slowest rank, and the moves of the
 rank that moves most: an overestimate, as if moves and attention never overlapped. Left out are the exchange among
@@ -21,11 +21,9 @@ from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
 from terrace.plan.context import tier_between
-from terrace.sequence.assign import Assignment, assign
 from terrace.sequence.candidate_rings import CandidateRings
 from terrace.sequence.cost import WorkCost, crossings, ring_tokens
-from terrace.sequence.local_tokens import moves
-from terrace.sequence.token_layout import num_rows
+from terrace.sequence.dealt import deal
 
 _HALVINGS = 40
 
@@ -58,13 +56,20 @@ def policy_costs(
     lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int
 ) -> tuple[PolicyCost, ...]:
     """Cost of every policy, in the order of `POLICIES`; arguments and errors as in `assign`."""
-    found = assign(lengths, ring_degrees, cost, capacity)
+    dealt = deal(lengths, ring_degrees, cost, capacity)
     bound_s = makespan_bound_s(lengths, ring_degrees, cost, capacity)
     return (
         _tokens(lengths, math.prod(ring_degrees), cost, bound_s),
         _ring("even ring", *_flat_rounds(ring_degrees), lengths, cost, bound_s),
         _ring("tiered ring", *_tiered_rounds(ring_degrees), lengths, cost, bound_s),
-        _cost(lengths, found, ring_degrees, cost, bound_s),
+        PolicyCost(
+            policy="cost",
+            attention_s=dealt.attention_s,
+            linear_s=-(-sum(lengths) // math.prod(ring_degrees)) * cost.token_s,
+            moved_s=dealt.moved_s,
+            sent_bytes=dealt.sent_bytes,
+            bound_s=bound_s,
+        ),
     )
 
 
@@ -109,7 +114,7 @@ def _ring(
     num_ring_ranks = len(rounds) + 1
     tokens = sum(ring_tokens(length, num_ring_ranks) for length in lengths)
     padded = (ring_tokens(length, num_ring_ranks) * num_ring_ranks for length in lengths)
-    forward = cost.pair_s * sum(map(cost.area, padded)) / num_ring_ranks**2
+    forward = sum(cost.round_s(length, num_ring_ranks) for length in padded)
     backward = cost.backward * forward
     attention_s = cost.forwards * forward + backward
     num_messages: list[float] = list(home)
@@ -118,7 +123,7 @@ def _ring(
         key_s, both_s = _slowest_s(cost, sent, tokens), _slowest_s(cost, sent, 2 * tokens)
         attention_s += cost.forwards * max(forward, key_s) + max(backward, both_s if step else key_s)
         num_messages = [
-            before + _messages(cost, 1, is_first=step == 0) * number
+            before + cost.key_messages(1, is_first=step == 0) * number
             for before, number in zip(num_messages, sent, strict=True)
         ]
     attention_s += _slowest_s(cost, home, tokens)
@@ -135,57 +140,6 @@ def _ring(
 def _slowest_s(cost: WorkCost, sent: _Messages, num_tokens: int) -> float:
     links = (link for link, number in zip(cost.links, sent, strict=True) if number)
     return max((link.seconds(num_tokens * cost.key_bytes) for link in links), default=0.0)
-
-
-def _cost(
-    lengths: Sequence[int], found: Assignment, ring_degrees: Sequence[int], cost: WorkCost, bound_s: float
-) -> PolicyCost:
-    num_ring_ranks = math.prod(ring_degrees)
-    sent, attended = [0.0] * len(cost.links), [0] * num_ring_ranks
-    for segment in found.segments:
-        for index, ring_rank in enumerate(segment.ring_ranks):
-            attended[ring_rank] += num_rows(segment.shard(index))
-        key_bytes, home = (segment.stop - segment.start) * cost.key_bytes, -1
-        for tier, number in enumerate(crossings(_degrees(segment.ring_ranks, ring_degrees))):
-            if number:
-                sent[tier] += _messages(cost, number, is_first=home < 0) * key_bytes
-                home = tier
-        if home >= 0:
-            sent[home] += key_bytes
-    room = -(-sum(lengths) // num_ring_ranks)
-    gone = [[0] * num_ring_ranks for _ in cost.links]
-    come = [[0] * num_ring_ranks for _ in cost.links]
-    for source, to, number in moves(attended, ring_degrees, room):
-        tier = tier_between(ring_degrees, source, to)
-        gone[tier][source] += number
-        come[tier][to] += number
-        sent[tier] += (cost.forwards + 1) * number * (2 * cost.query_bytes + cost.key_bytes)
-    moved_s = max(
-        sum(cost.move_s(tier, max(gone[tier][ring_rank], come[tier][ring_rank])) for tier in range(len(cost.links)))
-        for ring_rank in range(num_ring_ranks)
-    )
-    return PolicyCost(
-        policy="cost",
-        attention_s=found.seconds,
-        linear_s=room * cost.token_s,
-        moved_s=moved_s,
-        sent_bytes=tuple(sent),
-        bound_s=bound_s,
-    )
-
-
-def _messages(cost: WorkCost, num_rounds: int, *, is_first: bool) -> float:
-    # The first round of the backward has no gradients to send yet.
-    return (cost.forwards + 2) * num_rounds - is_first
-
-
-def _degrees(ring_ranks: Sequence[int], ring_degrees: Sequence[int]) -> list[int]:
-    degrees, units = [], set(ring_ranks)
-    for degree in ring_degrees:
-        inside = len(units)
-        units = {unit // degree for unit in units}
-        degrees.append(inside // len(units))
-    return degrees
 
 
 def makespan_bound_s(lengths: Sequence[int], ring_degrees: Sequence[int], cost: WorkCost, capacity: int) -> float:
