@@ -30,6 +30,7 @@ from terrace.plan.search_limits import FINALISTS
 from terrace.plan.wire import BETWEEN_STAGES
 from terrace.planner.advice import Change
 from terrace.planner.bottleneck import waits_outside
+from terrace.planner.by_cost import by_cost
 from terrace.planner.evaluate import step_of
 from terrace.planner.explain import preset_changes, reasons
 from terrace.planner.formats import Allowed, Searched, of_every_class, parse_allowed
@@ -172,6 +173,9 @@ def _search(options: argparse.Namespace, rest: Sequence[str], kept_bytes: int = 
         beside = (taught.words(plan),)
     used = *beside, chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
     deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins, allowed)
+    if task.lengths and deal is None and loop is None:
+        deal, said = by_cost(task, [(_chosen(task, each), each) for each in ties.best])
+        used = *used, said
     answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored, rooms)
     _show(options, searched, ties, allowed, plan, loop, answers, deal, named)
     return 0

@@ -26,6 +26,7 @@ from terrace.plan.plan import AXES, FUSED, precision_of
 from terrace.planner.pins import parse_axes
 from terrace.planner.task import Task
 from terrace.report.members import devices_words
+from terrace.sequence.lengths import read_lengths
 from terrace.train.planned import Planned, num_machines
 
 
@@ -67,6 +68,8 @@ def read_task(
         sequence=planned.train["sequence"] if options.sequence is None else options.sequence,
         compute=options.compute,
     )
+    if given := getattr(options, "lengths", None):
+        task = replace(task, lengths=read_lengths(given, task.sequence))
     if "lora" not in overrides:
         return task
     return replace(task, declared=with_adapters(task.blocks, load(LoraConfig, overrides["lora"], "lora")))
@@ -108,9 +111,10 @@ def task_words(task: Task) -> str:
     narrow = "" if task.messages is None else f", parameters and gradients sent in {task.messages}"
     if any(is_adapter(param.name) for block in task.declared for param in block.params):
         narrow += "; adapters train: give train and simulate the same --lora keys"
+    documents = f" of documents of {task.lengths.name}" if task.lengths else ""
     return (
         f"{decoder_words(task.model, task.blocks)}, {counted(task.batch, 'sequence')} x "
-        f"{counted(task.sequence, 'token')} a step, in {task.compute}{narrow}\n"
+        f"{counted(task.sequence, 'token')}{documents} a step, in {task.compute}{narrow}\n"
         f"cluster {task.cluster.name}: {tiers} = {devices_words(task.cluster)}{software_words(task.cluster)}"
     )
 

@@ -30,6 +30,7 @@ from terrace.planner.stage_specs import data_cluster, flat_blocks, joined_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.planner.updates import moment_bytes, rests_master, updated_s
 from terrace.program.schedules.registry import takes_unit
+from terrace.sequence.ragged import Ragged
 from terrace.simulate.activations import activations_of
 from terrace.simulate.chunks import Numbers
 from terrace.simulate.footprint import (
@@ -65,7 +66,9 @@ class Estimator:
         self.item = FORMATS[task.compute].element_bytes
         self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task.kinds, self.item)
         self._trained = [trained_part(spec, task.blocks) for spec in self.specs]
-        self._flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
+        self._flash = has_flash_attention(
+            task.layer.core, task.sequence, task.compute, task.backend, bool(task.lengths)
+        )
         self._flash &= task.cluster.device.software.kernels.flash
         # Whether a rank's compute depends only on its tokens, not on the context form: false for products that
         # materialise scores, whose tiles depend on their shapes, and for scans of linear layers, by runs.
@@ -108,6 +111,8 @@ class Estimator:
                 expert=mesh.stack_degrees[0],
                 expert_rows=mesh.stack_degrees[1],
                 load=1.0 if not mesh.divides_stacks else LOAD_FACTOR,
+                documents=bool(self.task.lengths),
+                ragged=Ragged(self.task.lengths),  # of one data rank: the slowest of all is played
             )
         return found
 

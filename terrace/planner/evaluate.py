@@ -18,19 +18,21 @@ from terrace.planner.task import Candidate, Task, num_micros
 from terrace.program.schedules.registry import takes_unit
 from terrace.simulate.footprint import work_of
 from terrace.simulate.step import Prediction, Step, predict_step
+from terrace.simulate.with_lengths import with_lengths
 
 
 def step_of(task: Task, plan: Plan) -> Step:
     """The step of a plan, ready for prediction. Raises `PlanError` for a batch that does not divide."""
     cluster = task.cluster
-    return Step(
+    step = Step(
         cluster=cluster,
         plan=plan,
         blocks=task.blocks,
         num_micros=num_micro_batches(plan, Layout.of(cluster, plan), task.batch),
         sequence=task.sequence,
-        work=work_of(cluster, plan, task.layer, task.sequence),
+        work=work_of(cluster, plan, task.layer, task.sequence, documents=bool(task.lengths)),
     )
+    return with_lengths(step, task.lengths)
 
 
 class Evaluator:

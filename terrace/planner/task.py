@@ -27,6 +27,7 @@ from terrace.plan.residency import residual_patterns
 from terrace.plan.wire import MessageClass
 from terrace.plan.wire_rules import crossing
 from terrace.planner.recomputation import Recomputations
+from terrace.sequence.lengths import NO_LENGTHS, Lengths
 from terrace.simulate.block_tape import Backend
 from terrace.simulate.layers import rounding_bytes
 
@@ -78,6 +79,7 @@ class Task:
     wire: Wire = field(default_factory=dict, hash=False)
     declared: tuple[BlockSpec, ...] = field(default=(), hash=False)
     islands: Islands = Islands()
+    lengths: Lengths = NO_LENGTHS  # of the documents that rows hold
     # Operations of layers that plans recompute (terrace.plan.recompute); none: whole layers; None: searched.
     operations: tuple[str, ...] | None = None
 
