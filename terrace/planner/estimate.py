@@ -66,9 +66,7 @@ class Estimator:
         self.item = FORMATS[task.compute].element_bytes
         self.inner, self.experts, self.numels = Inner(task), Experts(task), Numels(task.kinds, self.item)
         self._trained = [trained_part(spec, task.blocks) for spec in self.specs]
-        self._flash = has_flash_attention(
-            task.layer.core, task.sequence, task.compute, task.backend, bool(task.lengths)
-        )
+        self._flash = has_flash_attention(task.layer.core, task.sequence, task.compute, task.backend)
         self._flash &= task.cluster.device.software.kernels.flash
         # Whether a rank's compute depends only on its tokens, not on the context form: false for products that
         # materialise scores, whose tiles depend on their shapes, and for scans of linear layers, by runs.

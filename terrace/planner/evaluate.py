@@ -30,7 +30,7 @@ def step_of(task: Task, plan: Plan) -> Step:
         blocks=task.blocks,
         num_micros=num_micro_batches(plan, Layout.of(cluster, plan), task.batch),
         sequence=task.sequence,
-        work=work_of(cluster, plan, task.layer, task.sequence, documents=bool(task.lengths)),
+        work=work_of(cluster, plan, task.layer, task.sequence),
     )
     return with_lengths(step, task.lengths)
 
