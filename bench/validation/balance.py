@@ -43,7 +43,7 @@ both contestants belongs into a gain, and that parts of a few tokens hardly use 
 the paper's documents are longer (arXiv, GitHub, ProLong64k, whose histograms are not published). Here 71 % are of at
 most 1,024 tokens, where an even ring is at its worst: all keys go over an adapter in every round, and hardly any
 attention hides them. So this says that the gain is of the same kind and not how large it is; the limits guard against
-change. Nothing was fitted.
+change. Nothing was fitted. With documents of GitHub and of arXiv, and by numbers of GPUs: docs/context.md.
 """
 
 
