@@ -373,6 +373,7 @@ def _write(task: Task, plan: Plan, shown: Estimate, options: argparse.Namespace)
     from terrace.launch.called import called  # here, as below: --help needs none of it
 
     look = f"to look at its step: {called()} simulate {quote(str(options.out))}{as_option(task.cluster)}"
+    look += f" --lengths {quote(options.lengths)}" if options.lengths else ""
     if refused:
         said = filled(f"wrote {options.out}, to be looked at: it cannot be trained, since {refused}")
         return f"{said}\n{look}"

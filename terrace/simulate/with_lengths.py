@@ -7,6 +7,7 @@ from terrace.plan.in_block_messages import ContextLeg, ContextMessage
 from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
+from terrace.plan.validate import check_context
 from terrace.sequence.lengths import Lengths
 from terrace.sequence.ragged import MOST_TOGETHER, MeanDealt, Ragged, Shares, deal_drawn, drawn_shares
 from terrace.simulate.attention_cost import attention_cost
@@ -34,7 +35,7 @@ def core_shares(device: "Device", work: "Work") -> Shares:
 def with_lengths(step: "Step", lengths: Lengths) -> "Step":
     """The step on rows of documents of these lengths; the step itself without any.
 
-    Raises `PlanError` as `assign` does.
+    Raises `PlanError` for a model or a plan whose documents cannot be dealt by cost.
     """
     if not lengths:
         return step
@@ -66,6 +67,7 @@ def _fewer_flops(step: "Step", ragged: Ragged) -> tuple[float, ...]:
 
 def _dealt(step: "Step", lengths: Lengths) -> MeanDealt:
     mesh, plan = Mesh.of(step.cluster, step.plan), step.plan
+    check_context(step.cluster, plan, step.blocks)
     cost = attention_cost(
         step.cluster,
         step.blocks,
