@@ -21,10 +21,9 @@ from terrace.simulate.bands import Band, band_of
 from terrace.simulate.critical import critical_words, path_words
 from terrace.simulate.fullest import Job, fullest_stage
 from terrace.simulate.hidden import hidden_between_nodes
-from terrace.simulate.masks import work_in
+from terrace.simulate.masks import core_shares, work_in
 from terrace.simulate.recorded import RecordedStep, record_predicted
 from terrace.simulate.step import Prediction, Step, idle_s, predict_step
-from terrace.simulate.with_lengths import core_shares
 from terrace.simulate.work import Work
 from terrace.train.config import RunConfig
 from terrace.train.prediction import job_of, step_of

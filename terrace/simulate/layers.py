@@ -27,13 +27,12 @@ from terrace.sequence.ragged import WHOLE_ROWS
 from terrace.simulate.as_software import casts, core_more_s, layer_more_s, loss_passes_s, saved_s, scaled_s
 from terrace.simulate.delta import delta_seconds
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
-from terrace.simulate.masks import core_keys, spread_kernel, work_in
+from terrace.simulate.masks import core_keys, core_shares, spread_kernel, work_in
 from terrace.simulate.mixture import LAYER_OPERATORS, Divided, Seconds, gate_seconds, launches, mixture_seconds
 from terrace.simulate.passes import joined, pass_seconds, recompute_s
 from terrace.simulate.scaled import Matrices, scaled_seconds
 from terrace.simulate.scaled import launches as scaled_launches
 from terrace.simulate.scores import scores_s
-from terrace.simulate.with_lengths import core_shares
 from terrace.simulate.work import Work
 
 if TYPE_CHECKING:

@@ -3,8 +3,9 @@
 terrace.model.attention_kernel lists the kernels and chooses one. In pieces, on a CPU, the output of each piece is kept
 in addition to the whole output, and under a window each piece keeps a copy of the keys and values that it sees. Varlen
 attention keeps one number per document, FlexAttention block indices. Other kernels use one mask over whole rows, and on
-CUDA grouped heads are repeated for a kernel that takes a mask. The documents are unknown here, so everything that
-depends on them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain products.
+CUDA grouped heads are repeated for a kernel that takes a mask. For memory the documents are unknown here, so everything
+that depends on them is counted at its upper bound: in bf16 on a CPU as if all pieces were plain products. Their
+lengths, if known, give what is left of a row's attention (`core_shares`).
 """
 
 from dataclasses import replace
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
 from terrace.model.operations import Core, Operations
 from terrace.plan.wire import FORMATS
+from terrace.sequence.ragged import Shares, drawn_shares
 
 if TYPE_CHECKING:
+    from terrace.cluster.device import Device
     from terrace.model.spec import BlockSpec
     from terrace.simulate.work import Work
 
@@ -59,6 +62,19 @@ def core_keys(work: "Work", backend: str) -> tuple[int, bool]:
         return sequence, False
     # The first piece sees its own keys, each later piece also the piece before.
     return (length + 2 * (sequence - length)) * length // sequence, False
+
+
+def core_shares(device: "Device", work: "Work") -> Shares:
+    """Shares of the attention of `work.layer`, of 1 where its kernel computes whole rows under a mask."""
+    ragged, kernels, window = work.ragged, device.kernels, work.layer.core.window
+    if not ragged.lengths or (not work.is_spread and work.kernel_on(device.type) == "sdpa"):
+        return Shares()
+    if work.balance == "cost":
+        dealt = ragged.dealt
+        return Shares((dealt.slowest,) * 2, (0.0, 0.0), dealt.slowest, dealt.mean, dealt.spread)
+    forward = kernels.attention_half_keys * work.flash
+    halves = forward, kernels.attention_half_keys_backward * work.flash or forward
+    return drawn_shares(ragged, work.sequence, work.micro_batch, work.ring, work.pooled, window, halves)
 
 
 def spread_kernel(work: "Work") -> AttentionKernel:

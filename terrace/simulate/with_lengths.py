@@ -9,27 +9,12 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.plan.validate import check_context
 from terrace.sequence.lengths import Lengths
-from terrace.sequence.ragged import MOST_TOGETHER, MeanDealt, Ragged, Shares, deal_drawn, drawn_shares
+from terrace.sequence.ragged import MOST_TOGETHER, MeanDealt, Ragged, deal_drawn, drawn_shares
 from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.inside import InBlockPrices, attention_bytes
 
 if TYPE_CHECKING:
-    from terrace.cluster.device import Device
     from terrace.simulate.step import Step
-    from terrace.simulate.work import Work
-
-
-def core_shares(device: "Device", work: "Work") -> Shares:
-    """Shares of the attention of `work.layer`, of 1 where its kernel computes whole rows under a mask."""
-    ragged, kernels, window = work.ragged, device.kernels, work.layer.core.window
-    if not ragged.lengths or (not work.is_spread and work.kernel_on(device.type) == "sdpa"):
-        return Shares()
-    if work.balance == "cost":
-        dealt = ragged.dealt
-        return Shares((dealt.slowest,) * 2, (0.0, 0.0), dealt.slowest, dealt.mean, dealt.spread)
-    forward = kernels.attention_half_keys * work.flash
-    halves = forward, kernels.attention_half_keys_backward * work.flash or forward
-    return drawn_shares(ragged, work.sequence, work.micro_batch, work.ring, work.pooled, window, halves)
 
 
 def with_lengths(step: "Step", lengths: Lengths) -> "Step":

@@ -49,6 +49,7 @@ MEANINGS = {
     "--islands": r"islands with which the run begins",
     "--json": r"one JSON object",
     "--layers": r"share of the layers",
+    "--lengths": r"rows that hold several documents",
     "--limit": r"plans to play at most",
     "--lines": r"lines of the program",
     "--log": r"log of decisions",
