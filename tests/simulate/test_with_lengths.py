@@ -65,7 +65,7 @@ def test_dealt_documents_send_what_is_expected_and_not_declared(
     even = replace(preset("zero3", CLUSTER), mapping=mapping)
     lengths = read_lengths("github", SEQUENCE)
     found = {
-        balance: predict_step(with_lengths(step(replace(even, balance=balance)), lengths))  # type: ignore[arg-type]
+        balance: predict_step(with_lengths(step(replace(even, balance=balance)), lengths))
         for balance in ("tokens", "cost")
     }
     compute = {name: each.times_s[0]["backward"] for name, each in found.items()}
