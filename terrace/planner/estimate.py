@@ -30,7 +30,7 @@ from terrace.planner.stage_specs import data_cluster, flat_blocks, joined_params
 from terrace.planner.task import Candidate, Placement, Task, plan_of
 from terrace.planner.updates import moment_bytes, rests_master, updated_s
 from terrace.program.schedules.registry import takes_unit
-from terrace.sequence.ragged import Ragged
+from terrace.sequence.lengths import Ragged
 from terrace.simulate.activations import activations_of
 from terrace.simulate.chunks import Numbers
 from terrace.simulate.footprint import (

@@ -42,6 +42,35 @@ class Lengths:
 NO_LENGTHS = Lengths()
 
 
+@hashed_once
+@dataclass(frozen=True)
+class MeanDealt:
+    """A layer's attention under `balance = "cost"`: of whole rows, and what it waits for and sends."""
+
+    slowest: float = 1.0  # computing of the ring rank that finishes last, over that of whole rows
+    mean: float = 1.0
+    spread: float = 0.0  # standard deviation of the slowest rank's seconds over their mean
+    wait_s: float = 0.0  # of a forward, and as much of a backward
+    sent_bytes: tuple[float, ...] = ()  # of a rank by tier, forwards and backward
+
+
+@hashed_once
+@dataclass(frozen=True)
+class Ragged:
+    """Documents of a micro-batch's rows; without lengths, one a row.
+
+    `together` is the number of micro-batches after which data ranks wait for each other. `dealt` is of effect under
+    `balance = "cost"` alone.
+    """
+
+    lengths: Lengths = NO_LENGTHS
+    together: int = 1
+    dealt: MeanDealt = MeanDealt()
+
+
+WHOLE_ROWS = Ragged()
+
+
 def read_lengths(given: str, sequence: int) -> Lengths:
     """Lengths of a distribution, or of a file with one a line. Raises `DataError`, in one line, for any other file."""
     if given in DISTRIBUTIONS:

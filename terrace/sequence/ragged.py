@@ -18,51 +18,20 @@ counts:
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from terrace.base.hashing import hashed_once
 from terrace.plan.context import CHUNKS_PER_RING_RANK, chunk_tokens
 from terrace.sequence.balanced import micro_steps
 from terrace.sequence.capacity import ring_rank_capacity
 from terrace.sequence.cost import WorkCost
 from terrace.sequence.dealt import deal
-from terrace.sequence.lengths import NO_LENGTHS, Lengths, Row, drawn_micros, drawn_rows
+from terrace.sequence.lengths import Lengths, MeanDealt, Ragged, Row, drawn_micros, drawn_rows
 
 _Value = TypeVar("_Value")
 
 _MOST_DRAWN = 16  # micro-steps of a mean
 MOST_TOGETHER = 8  # micro-batches between two meetings of the data ranks that are drawn; more hardly change the mean
-
-
-@hashed_once
-@dataclass(frozen=True)
-class MeanDealt:
-    """A layer's attention under `balance = "cost"`: of whole rows, and what it waits for and sends."""
-
-    slowest: float = 1.0  # computing of the ring rank that finishes last, over that of whole rows
-    mean: float = 1.0
-    spread: float = 0.0  # standard deviation of the slowest rank's seconds over their mean
-    wait_s: float = 0.0  # of a forward, and as much of a backward
-    sent_bytes: tuple[float, ...] = ()  # of a rank by tier, forwards and backward
-
-
-@hashed_once
-@dataclass(frozen=True)
-class Ragged:
-    """Documents of a micro-batch's rows; without lengths, one a row.
-
-    `together` is the number of micro-batches after which data ranks wait for each other. `dealt` is of effect under
-    `balance = "cost"` alone.
-    """
-
-    lengths: Lengths = NO_LENGTHS
-    together: int = 1
-    dealt: MeanDealt = MeanDealt()
-
-
-WHOLE_ROWS = Ragged()
 
 
 class Loads(NamedTuple):

@@ -16,7 +16,8 @@ from terrace.base.collection import no_collection
 from terrace.cluster.cluster import Cluster
 from terrace.plan.members import boundary_links, stage_clusters
 from terrace.plan.outer import NO_EXCHANGE
-from terrace.program.instruction import Phase
+from terrace.plan.wire import MessageClass
+from terrace.program.instruction import Op, Phase
 from terrace.program.period import Period, Turn
 from terrace.program.program import Program
 from terrace.simulate.bus import Stretch, progress_s
@@ -324,3 +325,15 @@ def _rounded(state: tuple[Left, ...]) -> tuple[Left, ...]:
         )
         for each in state
     )
+
+
+def with_dealt(program: Program, work: Priced) -> dict[tuple[MessageClass, str], int]:
+    """The expected bytes of a program, with those of documents that are dealt by cost, if their lengths are known."""
+    found = program.expected_bytes
+    if not isinstance(work, Work) or not work.ragged.dealt.sent_bytes:
+        return found
+    times = sum(
+        count for each, count in program.counts.items() if each.op is Op.FORWARD and program.blocks[each.block].attends
+    )
+    dealt = zip(program.layout.tiers, work.ragged.dealt.sent_bytes, strict=True)
+    return {**found, **{(MessageClass.CONTEXT, tier): round(times * each) for tier, each in dealt if each}}

@@ -23,7 +23,7 @@ from terrace.model.loss_chunks import chunk_rows
 from terrace.plan.recompute import operations_named
 from terrace.plan.state_formats import BLOCK_STATES, element_bytes
 from terrace.plan.wire import FORMATS
-from terrace.sequence.ragged import WHOLE_ROWS
+from terrace.sequence.lengths import WHOLE_ROWS
 from terrace.simulate.as_software import casts, core_more_s, layer_more_s, loss_passes_s, saved_s, scaled_s
 from terrace.simulate.delta import delta_seconds
 from terrace.simulate.kernels import attention_s, gemm_s, memory_s, stream_s
@@ -227,21 +227,18 @@ def _accumulation_s(device: Device, work: Work, num_weights: int, num_kernels: i
 def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[float, float]]:
     """(Forward, backward) seconds of a layer's attention: for the first round of a ring, and for every later one.
 
-    Rows are assumed to hold one document each, unless lengths are known (terrace.simulate.with_lengths): then of the
-    slowest rank, under `balance = "cost"` in one round. Without a window every round has the same number of products,
-    because a ring rank holds one early and one late chunk: the first round computes a causal square over both, later
-    rounds half of the full square. From the second round on, results are added to earlier ones: outputs in the forward,
-    gradients of queries and keys in the backward. With a window nearly all products are in the first rounds, so all are
-    counted in the first one, and later rounds hide no messages.
+    Rows hold one document each, or documents of known lengths (`core_shares`), of which the slowest rank's count, under
+    `balance = "cost"` in one round. Without a window every round has equally many products, as a ring rank holds one
+    early and one late chunk: the first round computes a causal square over both, later ones half of the full square,
+    and add results to earlier ones. With a window nearly all products are in the first rounds: the first counts all.
     """
     core = work.layer.core
     if not core.heads:
         return (0.0, 0.0), (0.0, 0.0)
     shares = core_shares(device, work)
     if work.ragged.lengths and work.balance == "cost":
-        (forward_s, backward_s), _ = core_rounds(device, replace(work, ring=1, balance="tokens", ragged=WHOLE_ROWS))
-        share = shares.slowest / work.ring
-        return (share * forward_s, share * backward_s), (0.0, 0.0)
+        own, _ = core_rounds(device, replace(work, ring=1, balance="tokens", ragged=WHOLE_ROWS))
+        return (shares.slowest / work.ring * own[0], shares.slowest / work.ring * own[1]), (0.0, 0.0)
     keys, causal = core_keys(work, device.type)
     kernel = spread_kernel(work) if work.is_spread else work.kernel_on(device.type)
     queries = math.ceil(work.attended / work.micro_batch)  # tokens of one row on this rank
@@ -265,7 +262,6 @@ def core_rounds(device: Device, work: Work) -> tuple[tuple[float, float], tuple[
     row = work.attended * FORMATS[work.compute].element_bytes * core.head_dim  # bytes of a head
     outputs_s = memory_s(device, 3 * row * work.attended_heads)
     sums_s = memory_s(device, 3 * row * (work.attended_heads + 2 * work.attended_kv_heads), 3)
-    # Under a window the first round has counted all products already.
     later = (0.0, 0.0) if windowed else (whole[0] * shares.later[0], whole[1] * shares.later[1])
     return first, (later[0] + outputs_s, later[1] + sums_s)
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 from terrace.model.attention_kernel import AttentionCase, AttentionChoice, AttentionKernel, expected
 from terrace.model.operations import Core, Operations
 from terrace.plan.wire import FORMATS
-from terrace.sequence.ragged import Shares, drawn_shares
 
 if TYPE_CHECKING:
     from terrace.cluster.device import Device
     from terrace.model.spec import BlockSpec
+    from terrace.sequence.ragged import Shares
     from terrace.simulate.work import Work
 
 # `terrace.model.attention` attends with plain products in bf16 on a CPU up to this length; a test compares the two.
@@ -64,8 +64,10 @@ def core_keys(work: "Work", backend: str) -> tuple[int, bool]:
     return (length + 2 * (sequence - length)) * length // sequence, False
 
 
-def core_shares(device: "Device", work: "Work") -> Shares:
+def core_shares(device: "Device", work: "Work") -> "Shares":
     """Shares of the attention of `work.layer`, of 1 where its kernel computes whole rows under a mask."""
+    from terrace.sequence.ragged import Shares, drawn_shares  # here, as most steps know no lengths
+
     ragged, kernels, window = work.ragged, device.kernels, work.layer.core.window
     if not ragged.lengths or (not work.is_spread and work.kernel_on(device.type) == "sdpa"):
         return Shares()

@@ -32,7 +32,7 @@ from terrace.program.report import StepReport, declared_ahead, times_beside, wit
 from terrace.program.sharded_model import ShardedModel
 from terrace.program.shares import share, share_apart
 from terrace.program.stages import check_blocks, check_virtual, num_virtual, period, stages_of
-from terrace.simulate.carried import Links, Priced, stage_costs
+from terrace.simulate.carried import Links, Priced, stage_costs, with_dealt
 from terrace.simulate.chunks import plan_with_chunks
 from terrace.simulate.cost import Costs, step_costs
 from terrace.simulate.cycle import Cycle, play_cycle
@@ -110,12 +110,9 @@ class Prediction:
     @cached_property
     def sent_bytes(self) -> tuple[Mapping[tuple[MessageClass, str], int], ...]:
         """Sent bytes that do not depend on the batch."""
-        # Under balance = "cost" those of attention do, and are expected only where lengths are known.
         by_batch = {MessageClass.CONTEXT} if self.step.plan.balance == "cost" else set()
-        return tuple(
-            {key: size for key, size in declared_ahead(sent).items() if key[0] not in by_batch}
-            for sent in self.expected_bytes
-        )
+        ahead = map(declared_ahead, self.expected_bytes)
+        return tuple({key: size for key, size in sent.items() if key[0] not in by_batch} for sent in ahead)
 
     @cached_property
     def reports(self) -> tuple[StepReport, ...]:
@@ -358,22 +355,10 @@ def _played(step: Step, programs: Sequence[Program], known: Costs | None = None)
     return Prediction(
         step=step,
         times_s=tuple(times_s),
-        expected_bytes=tuple(_with_dealt(program, step.work) for program in programs),
+        expected_bytes=tuple(with_dealt(program, step.work) for program in programs),
         programs=tuple(programs),
         costs=tuple(costs),
     )
-
-
-def _with_dealt(program: Program, work: Priced) -> dict[tuple[MessageClass, str], int]:
-    """The expected bytes of a program, with those of documents that are dealt by cost, if their lengths are known."""
-    found = program.expected_bytes
-    if not isinstance(work, Work) or not work.ragged.dealt.sent_bytes:
-        return found
-    times = sum(
-        count for each, count in program.counts.items() if each.op is Op.FORWARD and program.blocks[each.block].attends
-    )
-    dealt = zip(program.layout.tiers, work.ragged.dealt.sent_bytes, strict=True)
-    return {**found, **{(MessageClass.CONTEXT, tier): round(times * each) for tier, each in dealt if each}}
 
 
 def play_stages(

@@ -8,8 +8,8 @@ from terrace.plan.layout import Layout
 from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.plan.validate import check_context
-from terrace.sequence.lengths import Lengths
-from terrace.sequence.ragged import MOST_TOGETHER, MeanDealt, Ragged, deal_drawn, drawn_shares
+from terrace.sequence.lengths import Lengths, MeanDealt, Ragged
+from terrace.sequence.ragged import MOST_TOGETHER, deal_drawn, drawn_shares
 from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.inside import InBlockPrices, attention_bytes
 

@@ -13,7 +13,7 @@ from terrace.model.part_kernel import Part
 from terrace.plan.context import Heads, count_local_tokens
 from terrace.plan.dims import rank_numel
 from terrace.sequence.capacity import most_attended
-from terrace.sequence.ragged import WHOLE_ROWS, Ragged
+from terrace.sequence.lengths import WHOLE_ROWS, Ragged
 
 
 @hashed_once

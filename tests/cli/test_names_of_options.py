@@ -61,7 +61,7 @@ MEANINGS = {
     "--nodes": r"members of the outermost tier",
     "--noise": r"standard deviation of the router's rows",
     "--offers": r"TOML file of offers",
-    "--out": r"^(plan|page|cluster file) to write",
+    "--out": r"^(plan|page|cluster file|file of lengths) to write",
     "--outer": r"synchronise the outermost tier",
     "--paced": r"build no network",
     "--page": r"HTML page (of the step|with costs|with a chart of cost)",

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from terrace.base.errors import DataError
 from terrace.plan.context import chunk_tokens
-from terrace.sequence.lengths import DISTRIBUTIONS, Lengths, drawn_micros, drawn_rows, read_lengths
-from terrace.sequence.ragged import Loads, Ragged, deal_drawn, drawn_shares, row_loads
+from terrace.sequence.lengths import DISTRIBUTIONS, Lengths, Ragged, drawn_micros, drawn_rows, read_lengths
+from terrace.sequence.ragged import Loads, deal_drawn, drawn_shares, row_loads
 from tests.support.balance import cost_on
 
 

@@ -80,7 +80,7 @@ class Lengths(Line):
     batch: int | None = option("B", "sequences of a batch (default: one a rank)")
     picture: Path | None = option("FILE", "write (or replace) a picture, an SVG file")
     out: Path | None = option(
-        "FILE", "write (or replace) the lengths, one a line and cut at a sequence, for --lengths of simulate and plan"
+        "FILE", "file of lengths to write (or replace), one a line and cut at a sequence, as --lengths reads it"
     )
 
 
