@@ -18,6 +18,7 @@ from terrace.train.config import RunConfig, run_toml
 from terrace.train.keys import TrainConfig
 from terrace.train.resolve import parse_run, resolve
 from terrace.train.schedule import learning_rate
+from tests.support.nightly import nightly
 from tests.support.tiny_runs import MODEL, write_run
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 300, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 32}
@@ -90,7 +91,7 @@ def test_files_lie_beside_the_file_that_names_them(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cluster", ["local", "dgx-h100", "frontier"])
+@pytest.mark.parametrize("cluster", ["local", "frontier", *nightly("dgx-h100")])
 def test_a_written_run_reads_back_equal(family: str, cluster: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES[family]))
     words: tuple[str, ...] = ("--train.batch", "64", "--plan.recompute", '["layers.*"]', "--train.freeze", '["head.*"]')
