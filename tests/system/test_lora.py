@@ -42,6 +42,7 @@ from tests.support.nightly import nightly
 from tests.support.parity import Case, Outcome, check, exact, train
 from tests.support.state_formula import model_state_bytes
 from tests.support.tiny_runs import losses, one_line, terrace, write_run
+from tests.support.toy_tables import LINEAR
 from tests.support.toys import MODELS, Model, cluster_of, make_batch, run_blocks
 
 _SIZES = {"vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -52,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_neox": _SIZES | {"model_type": "gpt_neox", "intermediate_size": 12, "rotary_pct": 1.0},
     "gpt2": {"model_type": "gpt2", "vocab_size": 11, "n_embd": 8, "n_layer": 2, "n_head": 4, "n_positions": 16}
     | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "qwen3_5_text": LINEAR,
 }
 SOME = LoraConfig(rank=3, alpha=6.0, targets=("layers.0.attention.*", "*.attention.value.*", "layers.1.mlp.down.*"))
 EXPERTS = ExpertsConfig(num_experts=4, per_token=2, intermediate_size=5, shared_size=6, dense_layers=(0,))
@@ -74,6 +76,7 @@ MODELS |= {  # also in the processes that run `train_adapted`, which import this
     "gpt2, some adapters": _model("gpt2", SOME),
     "deep llama, adapters": _model("llama", EVERY, num_hidden_layers=4),
     "qwen2, adapters": _model("qwen2", EVERY),
+    "linear, adapters": _model("qwen3_5_text", EVERY),
     "mixture, adapters": _model("llama", OF_MIXTURE, EXPERTS, tie_word_embeddings=True),
 }
 
@@ -100,7 +103,10 @@ GRID: dict[tuple[int, ...], list[Case]] = {
             ("zero3", {"unit": 2, "recompute": OPERATIONS}),
         )
     ]
-    + [Case(exact("zero3", cluster_of(2), recompute=("block.1",)), model="mixture, adapters", num_micros=2)],
+    + [
+        Case(exact("zero3", cluster_of(2), recompute=("block.1",)), model=f"{kind}, adapters", num_micros=2)
+        for kind in ("mixture", "linear")
+    ],
     (2, 2): [
         Case(exact("three-level", cluster_of(2, 2)), model="llama, adapters"),
         Case(exact("zero++", cluster_of(2, 2)), model="gpt2, some adapters", num_micros=2),
@@ -130,6 +136,7 @@ OF_TENSOR: dict[tuple[int, ...], list[Case]] = {
         cut((2,), "llama, adapters", {"rows": 2}, tensor_chunks=2),
         cut((2,), "gpt2, some adapters", {"columns": 2}),
         cut((2,), "mixture, adapters", {"rows": 2}),
+        cut((2,), "linear, adapters", {"rows": 2}),
     ],
     (4,): [
         cut((4,), "llama, adapters", {"rows": 4}, tensor_chunks=2, recompute=("block.2",)),  # 2 key-value heads
@@ -173,12 +180,10 @@ def test_specs_say_what_the_modules_have(family: str, lora: LoraConfig) -> None:
         assert all(math.prod(size for _, size in p.dims) <= p.numel for p in spec.params)
         assert spec.tied_to == found.tied_to
     num = sum(is_adapter(param.name) for spec in specs for param in spec.params)
-    assert (
-        num
-        == {"some": 2 * (4 + 1 + 1), "every": 4 * (7 if family in ("llama", "qwen2") else 6)}[
-            "some" if lora is SOME else "every"
-        ]
-    )
+    # The first layer of qwen3_5_text is linear: query, key, value, gate, beta, decay and output; the second has a gate.
+    first, second = (7, 5) if family == "qwen3_5_text" else (4, 4)
+    mlp = 2 if family in ("gpt2", "gpt_neox") else 3
+    assert num == 2 * (first + 1 + 1 if lora is SOME else first + second + 2 * mlp)
 
 
 @pytest.mark.parametrize("pattern", ["layers.*", "*.mlp.*", "layers.1.mlp.router.weight", "layers.1.mlp.down.weight"])

@@ -89,7 +89,8 @@ def targets(blocks: Sequence[BlockSpec], lora: LoraConfig) -> set[tuple[str, str
 
 
 def _is_linear(param: ParamSpec) -> bool:
-    return param.decays and param.name.endswith(_WEIGHT) and not _is_routed(param)
+    # Stacks of experts and the short convolutions of linear layers (features, 1, taps) are no matrices.
+    return param.is_matrix and param.decays and param.name.endswith(_WEIGHT) and not _is_routed(param)
 
 
 def _is_routed(param: ParamSpec) -> bool:
