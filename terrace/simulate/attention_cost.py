@@ -7,7 +7,7 @@ from terrace.cluster.cluster import Cluster
 from terrace.model.operations import Core
 from terrace.model.spec import BlockSpec
 from terrace.model.windows import widest_window
-from terrace.sequence.cost import WorkCost
+from terrace.sequence.cost import Link, WorkCost
 from terrace.simulate.kernels import peak_flops_per_s
 
 
@@ -30,13 +30,18 @@ def attention_cost(
     # The reached peak, not the data sheet's: the balancer compares these seconds with measured links.
     peak = peak_flops_per_s(cluster.device, compute) * cluster.device.kernels.gemm
     layers = [index for index, block in enumerate(blocks) if block.attends and not block.operations.delta.heads]
-    cores = [blocks[index].operations.core for index in layers]
-    window, core = widest_window([each.window for each in cores]), cores[0]
     # A backward costs two forwards, recomputation one more. Attention of a token to itself is priced separately.
     flops = sum(
         (4 if index in recomputed else 3) * (block.forward_flops(1, 1) - 2 * _multiplications(block.operations.core))
         for index, block in enumerate(blocks)
     )
+    if not layers:
+        # Linear layers alone have no pairs, and send no keys: all FLOPs are alike for every token.
+        token_s = flops / (sum(block.attends for block in blocks) * columns * rows * peak)
+        links = tuple(Link.of(tier) for tier in cluster.tiers)
+        return WorkCost(links=links, pair_s=0.0, key_bytes=0.0, query_bytes=0.0, token_s=token_s)
+    cores = [blocks[index].operations.core for index in layers]
+    window, core = widest_window([each.window for each in cores]), cores[0]
     found = WorkCost.of(
         cluster,
         heads=max(1, core.heads // rows),

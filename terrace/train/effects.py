@@ -64,6 +64,8 @@ def why_no_sample(run: RunConfig) -> str:
         return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
     if has_scalar_head(run.model):
         return "a model with one output a token writes nothing: leave it out"
+    if all(run.model.of_layer(layer).is_linear for layer in range(run.model.num_layers)):
+        return "all layers are linear, and generation needs a layer with attention: leave it out"
     if num_params(run.model) <= SAMPLE_MAX_PARAMS:
         return ""
     # Too slow while all ranks wait.

@@ -14,6 +14,7 @@ from terrace.plan.mesh import Mesh
 from terrace.program.block_program.attention import steps_of
 from terrace.program.block_program.steps import messages_of
 from terrace.program.lowering import build
+from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.footprint import work_of
 from tests.simulate import test_activations
 from tests.support.activations import MODELS
@@ -96,3 +97,11 @@ def test_sizes_that_no_layer_has() -> None:
     table = _SIZES | {"model_type": "qwen3_5_text", "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     with pytest.raises(ModelError, match="linear_conv_kernel_dim = 129 must be at most 128"):
         parse_model(table | {"linear_conv_kernel_dim": 129, "layer_types": ["linear_attention"]})
+
+
+def test_linear_layers_alone_have_no_pairs_to_share_out() -> None:
+    cluster, blocks = cluster_of(2), block_specs(_LINEAR)
+    cost = attention_cost(cluster, blocks, rows=2, compute="fp32")
+    peak = cluster.device.peak_flops_per_s["fp32"] * cluster.device.kernels.gemm
+    assert cost.token_s == 3 * sum(block.forward_flops(1, 1) for block in blocks) / (2 * peak)
+    assert (cost.whole_pair_s, cost.key_bytes) == (0.0, 0.0)

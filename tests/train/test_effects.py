@@ -13,6 +13,9 @@ from terrace.train.resolve import resolve
 
 QWEN2 = ("--model.model_type", "qwen2", "--model.use_sliding_window", "false")
 REWARD = ("--train.objective", "reward", "--data.format", "pairs", "--data.path", "pairs.jsonl")
+LINEAR = ("--model.model_type", "qwen3_5_text", "--model.layer_types", str(["linear_attention"] * 4))
+LINEAR += ("--model.linear_num_key_heads", "2", "--model.linear_num_value_heads", "2")
+LINEAR += ("--model.linear_key_head_dim", "8", "--model.linear_value_head_dim", "8")
 LARGE = ("--model.hidden_size", "3200", "--model.vocab_size", "20000")
 
 
@@ -29,6 +32,7 @@ CASES: list[tuple[tuple[str, ...], str]] = [
     (("--train.schedule", "constant", "--train.final_lr_fraction", "0.1"), "train.final_lr_fraction = 0.1"),
     (("--train.steps", "5", "--train.warmup_steps", "6"), "ends after 5 steps, below the peak rate: use at most 5"),
     ((*LARGE, "--train.prompt", "Once"), "writes no sample at the end"),
+    ((*LINEAR, "--train.prompt", "Once"), "all layers are linear, and generation needs a layer with attention"),
     (("--lora.rank", "2", "--train.freeze", '["embedding.*"]'), "[lora] freezes all that 'embedding.*' matches"),
     (("--plan.preset", "ddp", "--plan.prefetch", "2"), "nothing is gathered"),
     (("--plan.sequence_parallel", "false"), "the tensor axis has no rows"),
