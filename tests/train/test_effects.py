@@ -13,7 +13,7 @@ from terrace.train.resolve import resolve
 
 QWEN2 = ("--model.model_type", "qwen2", "--model.use_sliding_window", "false")
 REWARD = ("--train.objective", "reward", "--data.format", "pairs", "--data.path", "pairs.jsonl")
-LINEAR = ("--model.model_type", "qwen3_5_text", "--model.layer_types", str(["linear_attention"] * 4))
+LINEAR: tuple[str, ...] = ("--model.model_type", "qwen3_5_text", "--model.layer_types", str(["linear_attention"] * 4))
 LINEAR += ("--model.linear_num_key_heads", "2", "--model.linear_num_value_heads", "2")
 LINEAR += ("--model.linear_key_head_dim", "8", "--model.linear_value_head_dim", "8")
 LARGE = ("--model.hidden_size", "3200", "--model.vocab_size", "20000")
