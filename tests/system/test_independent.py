@@ -26,7 +26,7 @@ from tests.support.random_runs import RATES, WAYS, Run, draw_run
 NUM_PLANS, NUM_RUNS = 64, 16
 NUM_MIXTURES, NUM_MIXTURE_RUNS = 64, 12
 TWO_DATA_RANKS = 35  # a draw: packed documents, AdamW
-SHORT = (TWO_DATA_RANKS, 40, 42)  # data, tensor rows, a ring with a pipeline: a second each
+SHORT = (40, 42)  # tensor rows, a ring with a pipeline: a second each; two data ranks have faults below
 SHORT_MIXTURES = (8, 13)  # groups of experts in chunks; noise beside tensor rows and stages
 
 OF_PLANS = (

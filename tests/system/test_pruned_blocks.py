@@ -82,7 +82,7 @@ PLACES = {
     "a mixture": Place(exact("zero3", SQUARE), "mixture"),
     "experts on ranks": Place(exact("zero3", SQUARE, experts={"package": {"expert": 2}}), "mixture", weight=0.0),
 }
-BY_DAY = ("one rank", "zero3 in a pipeline", "zero1")
+BY_DAY = ("zero3 in a pipeline", "zero1")
 
 
 def config_of(table: dict[str, Any]) -> ModelConfig:
