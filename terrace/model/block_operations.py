@@ -257,14 +257,16 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
     """The operations of terrace.model.latent_attention. No axis shards a latent."""
     enter, latent, bias = _entered(source), config.latent, config.attention_bias
     yield enter
-    unrotated = config.head_dim - config.rotary_dim
+    unshared, has_rope = config.head_dim - latent.shared_dim, config.rotary_dim > 0
     heads, values = Dim("heads", config.num_heads, config.head_dim), Dim("heads", config.num_heads, latent.value_dim)
     query, key, value = (Tensor(name, heads, Tokens.ALL) for name in ("query", "key", "value"))
-    before = query._replace(name="query before RoPE")
-    compressed = Tensor("compressed", Dim("latent", latent.key_value_rank + config.rotary_dim), Tokens.ALL)
+    compressed = Tensor("compressed", Dim("latent", latent.key_value_rank + latent.shared_dim), Tokens.ALL)
     normed = Tensor("key-value latent", Dim("latent", latent.key_value_rank), Tokens.ALL)
-    expanded = Tensor("expanded", Dim("heads", config.num_heads, unrotated + latent.value_dim), Tokens.ALL)
-    rotated = Tensor("key rotated", Dim("latent", config.rotary_dim), Tokens.ALL)
+    expanded = Tensor("expanded", Dim("heads", config.num_heads, unshared + latent.value_dim), Tokens.ALL)
+    scaled = config.query_factor != 1.0
+    ready = query._replace(name="query before scale") if scaled else query
+    before = query._replace(name="query before RoPE") if has_rope else ready
+    shared = Tensor("key rotated", Dim("latent", latent.shared_dim), Tokens.ALL) if has_rope else compressed
     down = Tensor("query down", Dim("latent", latent.query_rank), Tokens.ALL)
     ranked = down._replace(name="query latent")
     if latent.query_rank:
@@ -277,11 +279,12 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
         yield Product("query", (ranked,), (before,), "attention.query_up")
     yield Norm("key-value norm", (compressed,), (normed,), "attention.key_value_norm", normed.features)
     yield Product("key-value up", (normed,), (expanded,), "attention.key_value_up")
-    scaled = config.query_factor != 1.0
-    ready = query._replace(name="query before scale") if scaled else query
     theta, scaling = config.rope_theta, config.rope_scaling
-    yield Rotary("RoPE", (before, compressed), (ready, rotated), config.rotary_dim, theta, scaling, config.rope_limit)
-    yield Join("join key", (expanded, rotated), (key,))
+    if has_rope:
+        yield Rotary(
+            "RoPE", (before, compressed), (ready, shared), config.rotary_dim, theta, scaling, config.rope_limit
+        )
+    yield Join("join key", (expanded, shared), (key,))
     yield Join("fill value", (expanded,), (value,))
     if scaled:
         yield Scale("scale query", (ready,), (query,), config.query_factor)
@@ -295,7 +298,7 @@ def _latent_attention(config: ModelConfig, source: Tensor, target: Tensor) -> It
         head_dim=config.head_dim,
         value_dim=latent.value_dim,
         latent=Tensor(
-            "latent and key rotated", Dim("latent", 1, latent.key_value_rank + config.rotary_dim), Tokens.ALL
+            "latent and key rotated", Dim("latent", 1, latent.key_value_rank + latent.shared_dim), Tokens.ALL
         ),
     )
     if latent.value_dim < config.head_dim:

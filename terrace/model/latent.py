@@ -13,15 +13,16 @@ from terrace.model.sizes import LARGEST_SIZE
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1); rank 0: none.
 
-    With a `key_value_rank`, keys and values are projected from a latent vector of this size. The elements of a key that
-    RoPE rotates, the last `rotary_dim` of a head, are shared by all heads. With a `query_rank`, queries are projected
-    from a latent vector of this size.
+    With a `key_value_rank`, keys and values are projected from a latent vector of this size. The last `shared_dim`
+    elements of a key are the same for all heads, and RoPE rotates these alone, or nothing (Kimi Linear, 2510.26692,
+    section 4.3). With a `query_rank`, queries are projected from a latent vector of this size.
     """
 
     key_value_rank: int = 0
     query_rank: int = 0
+    shared_dim: int = 0
     value_dim: int = 0  # elements of a value head; query and key heads have `head_dim`
-    interleaved: bool = True  # RoPE rotates adjacent elements, else elements `rotary_dim` / 2 apart
+    interleaved: bool = True  # RoPE rotates adjacent elements, else elements `shared_dim` / 2 apart
     mscale: float = 0.0  # of yarn (`mscale_all_dim`): scores are multiplied by (0.1 mscale ln factor + 1)^2
 
     def check(self, names: Mapping[str, str], head_dim: int, rotary_dim: int) -> None:
@@ -33,10 +34,11 @@ class Latent:
                 raise ModelError(
                     f"{names.get(field, field)} = {size} must be at least {least} and at most {LARGEST_SIZE}"
                 )
-        if not 0 < rotary_dim < head_dim:
+        if not 0 < self.shared_dim < head_dim or rotary_dim not in (0, self.shared_dim):
             raise ModelError(
-                f"a head of {head_dim} elements, {rotary_dim} of them rotated by RoPE, is not implemented with latent "
-                "attention: both parts must have elements"
+                f"a head of {head_dim} elements, {self.shared_dim} of them shared by all heads and {rotary_dim} rotated "
+                "by RoPE, is not implemented with latent attention: both parts must have elements, and RoPE rotates "
+                "all that are shared, or none"
             )
         if self.value_dim > head_dim:
             raise ModelError(

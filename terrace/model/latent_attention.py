@@ -1,6 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1, equations 9 to 19), on one device.
 
-    c = norm(W_DQ x),  q = W_UQ c            queries (N, D); RoPE rotates the last R of D elements
+    c = norm(W_DQ x),  q = W_UQ c            queries (N, D); RoPE rotates the last R of D elements, if there is any
     (l, r) = W_DKV x,  l = norm(l)           latent of keys and values; r, R elements with RoPE, is shared by all heads
     (k, v) = W_UKV l                         for each head D - R elements of a key and V of a value
     o = W_O softmax(q (k, r)^T) v
@@ -8,10 +8,11 @@
 Values are padded with zeros to D elements, as attention kernels and the context axis require; the padding is removed
 from the result.
 
-Shape legend: B batch, S sequence, H hidden, N heads, D head_dim, R rotary_dim, V value_dim, L rank of keys and values.
+Shape legend: B batch, S sequence, H hidden, N heads, D head_dim, R shared_dim, V value_dim, L rank of keys and values.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,12 +33,11 @@ class LatentAttention(PlannedAttention):
 
     def __init__(self, config: ModelConfig, rotary: Rotary | None, plans: Plans | None = None, **where: Any) -> None:
         super().__init__()
-        assert rotary is not None, "latent attention turns a part of each head"
         latent, hidden, bias = config.latent, config.hidden_size, config.attention_bias
         heads, self.head_dim, self.value_dim = config.num_heads, config.head_dim, latent.value_dim
-        self.rotary, self.plans = rotary, plans or plans_of(config)
+        self.rotary, self.shared_dim, self.plans = rotary, latent.shared_dim, plans or plans_of(config)
         self.rank, self.interleaved, self._factor = latent.key_value_rank, latent.interleaved, config.query_factor
-        unrotated = self.head_dim - rotary.dim
+        unshared = self.head_dim - self.shared_dim
 
         def linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=bias, **where)
@@ -51,10 +51,10 @@ class LatentAttention(PlannedAttention):
             self.query_down = linear(hidden, latent.query_rank, bias)
         else:
             self.query = linear(hidden, heads * self.head_dim)
-        self.key_value_down = linear(hidden, self.rank + rotary.dim, bias)
+        self.key_value_down = linear(hidden, self.rank + self.shared_dim, bias)
         if latent.query_rank:
             self.query_up = linear(latent.query_rank, heads * self.head_dim)
-        self.key_value_up = linear(self.rank, heads * (unrotated + self.value_dim))
+        self.key_value_up = linear(self.rank, heads * (unshared + self.value_dim))
         self.output = linear(heads * self.value_dim, hidden, bias)
         if latent.query_rank:
             self.query_latent_norm = norm(latent.query_rank)
@@ -67,14 +67,14 @@ class LatentAttention(PlannedAttention):
         `positions` (B, S) int64 are the positions of tokens within their documents; a token attends only to its own.
         """
         query, compressed = self._entered(x)
-        tables = self.rotary.tables_of(query, positions)
-        query = self.rotary.rotate_last(query, *tables, self.interleaved)
+        tables = () if self.rotary is None else self.rotary.tables_of(query, positions)
+        query = self._turned(query, tables)
         if cache is not None:
             plan = None if cache.continues else self.plans.plan(positions, query)
             output: Tensor = self.output(self._absorbed(query, compressed, tables, cache, plan))
             return output
         plan = self.plans.plan(positions, query)
-        key, value = self._keys_and_values(compressed, *tables)
+        key, value = self._keys_and_values(compressed, tables)
         del compressed
         if self._factor != 1.0:
             query = query * self._factor
@@ -94,38 +94,40 @@ class LatentAttention(PlannedAttention):
             query = self.query_up(self.query_latent_norm(query))
         return _heads(query, self.head_dim), compressed
 
-    def _keys_and_values(self, compressed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def _turned(self, x: Tensor, tables: Sequence[Tensor]) -> Tensor:
+        return x if self.rotary is None else self.rotary.rotate_last(x, *tables, self.interleaved)
+
+    def _keys_and_values(self, compressed: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and zero-padded values (B, N, S, D) from `compressed` (B, S, L + R)."""
-        unrotated_dim = self.head_dim - self.rotary.dim
-        latent, rotated = self._parts(compressed, cos, sin)
-        expanded = _heads(self.key_value_up(latent), unrotated_dim + self.value_dim)
-        unrotated, value = torch.split(expanded, [unrotated_dim, self.value_dim], -1)
-        key = torch.cat([unrotated, rotated.expand(-1, unrotated.shape[1], -1, -1)], -1)
+        unshared_dim = self.head_dim - self.shared_dim
+        latent, shared = self._parts(compressed, tables)
+        expanded = _heads(self.key_value_up(latent), unshared_dim + self.value_dim)
+        unshared, value = torch.split(expanded, [unshared_dim, self.value_dim], -1)
+        key = torch.cat([unshared, shared.expand(-1, unshared.shape[1], -1, -1)], -1)
         return key, F.pad(value, (0, self.head_dim - self.value_dim))
 
-    def _parts(self, compressed: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, compressed: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The latent (B, S, L), and the shared part of the keys with RoPE (B, 1, S, R)."""
-        latent, shared = torch.split(compressed, [self.rank, self.rotary.dim], -1)
-        rotated = self.rotary.rotate_last(shared.unsqueeze(1), cos, sin, self.interleaved)
-        return self.key_value_norm(latent), rotated
+        latent, shared = torch.split(compressed, [self.rank, self.shared_dim], -1)
+        return self.key_value_norm(latent), self._turned(shared.unsqueeze(1), tables)
 
     def _absorbed(
-        self, query: Tensor, compressed: Tensor, tables: tuple[Tensor, Tensor], cache: LayerCache, plan: MaskPlan
+        self, query: Tensor, compressed: Tensor, tables: Sequence[Tensor], cache: LayerCache, plan: MaskPlan
     ) -> Tensor:
         """Attention over a cache of latents, for queries with RoPE (B, N, S, D); returns (B, S, N*V).
 
         The cache has (l, r) of each token, which serves as the key and value of a single head. W_UK is absorbed into
         the queries, W_UV is applied to the output (section 2.1.2).
         """
-        unrotated_dim = self.head_dim - self.rotary.dim
-        up = self.key_value_up.weight.view(-1, unrotated_dim + self.value_dim, self.rank)  # (N, D - R + V, L)
-        to_key, to_value = torch.split(up, [unrotated_dim, self.value_dim], 1)
-        unrotated, rotated = torch.split(query, [unrotated_dim, self.rotary.dim], -1)
-        latent, shared = self._parts(compressed, *tables)
+        unshared_dim = self.head_dim - self.shared_dim
+        up = self.key_value_up.weight.view(-1, unshared_dim + self.value_dim, self.rank)  # (N, D - R + V, L)
+        to_key, to_value = torch.split(up, [unshared_dim, self.value_dim], 1)
+        unshared, of_shared = torch.split(query, [unshared_dim, self.shared_dim], -1)
+        latent, shared = self._parts(compressed, tables)
         key = torch.cat([latent.unsqueeze(1), shared], -1)  # (B, 1, S, L + R)
         # Kernels divide scores by sqrt(L + R), the size of this key.
         factor = self._factor * math.sqrt(key.shape[-1] / self.head_dim)
-        query = torch.cat([unrotated @ to_key, rotated], -1) * factor  # (B, N, S, L + R)
+        query = torch.cat([unshared @ to_key, of_shared], -1) * factor  # (B, N, S, L + R)
         read = cache.attend(query, key, key, plan)[..., : self.rank]  # (B, N, S, L)
         mixed: Tensor = (read @ to_value.transpose(1, 2)).transpose(1, 2).flatten(2)
         return mixed

@@ -64,7 +64,7 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
     fields |= {"scales": read_scales(loaded, family.constants), **read_kinds(loaded, family, ropes)}
     if family.is_mixture:
         fields["experts"] = read_experts(loaded, family.names, family.constants)
-    fields |= read_latent(loaded, table) | read_delta(loaded)
+    fields |= read_latent(loaded, table, rotates=bool(family.theta_key)) | read_delta(loaded)
     fields |= {"family": name, "scalar_head": _read_head(table, family)}
     if fields["scalar_head"]:  # which predicts no tokens
         fields["num_mtp_layers"] = 0
@@ -222,7 +222,7 @@ def _complete(fields: dict[str, Any], table: Mapping[str, Any]) -> dict[str, Any
     if fields["head_dim"] > 0 and fields["scales"].get("attention") == fields["head_dim"] ** -0.5:
         del fields["scales"]["attention"]  # the default is stored as 0, so that equal models compare equal
     # Rounded down as in transformers: 0.25 of a head of 90 rotates 22 elements.
-    if "latent" in fields:  # latent attention has a key for rotary_dim
+    if "latent" in fields:  # latent attention has a key for it
         return fields
     rotated = fields["rope_theta"] > 0
     return fields | {"rotary_dim": int(fields["head_dim"] * read_rope(table, family, 1.0)[1]) if rotated else 0}

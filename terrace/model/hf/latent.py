@@ -12,13 +12,13 @@ KEYS = {
     "value_dim": "v_head_dim",
     "interleaved": "rope_interleave",
 }
-_ROTATED, _UNROTATED, _MSCALE = "qk_rope_head_dim", "qk_nope_head_dim", "mscale_all_dim"
+_SHARED, _UNSHARED, _MSCALE = "qk_rope_head_dim", "qk_nope_head_dim", "mscale_all_dim"
 
 
-def read_latent(loaded: Any, table: Mapping[str, Any]) -> dict[str, Any]:
+def read_latent(loaded: Any, table: Mapping[str, Any], *, rotates: bool) -> dict[str, Any]:
     """Fields `latent`, `head_dim` and `rotary_dim` of a loaded table; empty for families without latent attention.
 
-    `table` is the whole config.json. Raises `ModelError` if there are fewer key-value heads than heads, or the rank of
+    `table` is the whole config.json; `rotates` says whether the family has RoPE. Raises `ModelError` if there are fewer key-value heads than heads, or the rank of
     keys and values is below 1.
     """
     if not hasattr(loaded, KEYS["key_value_rank"]):
@@ -35,9 +35,13 @@ def read_latent(loaded: Any, table: Mapping[str, Any]) -> dict[str, Any]:
     scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     mscale = scaling.get(_MSCALE) or 0.0 if kind != "default" else 0.0
-    fields |= {"interleaved": bool(getattr(loaded, KEYS["interleaved"])), "mscale": float(mscale)}
-    rotated = getattr(loaded, _ROTATED)
-    return {"latent": fields, "head_dim": rotated + getattr(loaded, _UNROTATED), "rotary_dim": rotated}
+    fields |= {"interleaved": bool(getattr(loaded, KEYS["interleaved"], True)), "mscale": float(mscale)}
+    shared = fields["shared_dim"] = getattr(loaded, _SHARED)
+    return {
+        "latent": fields,
+        "head_dim": shared + getattr(loaded, _UNSHARED),
+        "rotary_dim": shared if rotates else 0,
+    }
 
 
 def write_latent(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
@@ -45,12 +49,11 @@ def write_latent(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
     latent = fields["latent"]
     if KEYS["key_value_rank"] not in table.__dataclass_fields__:
         return {}
-    found = {key: latent[own] for own, key in KEYS.items()}
-    rotated = fields["rotary_dim"]
+    found = {key: latent[own] for own, key in KEYS.items() if key in table.__dataclass_fields__}
     return found | {
         KEYS["query_rank"]: latent["query_rank"] or None,
-        _ROTATED: rotated,
-        _UNROTATED: fields["head_dim"] - rotated,
+        _SHARED: latent["shared_dim"],
+        _UNSHARED: fields["head_dim"] - latent["shared_dim"],
     }
 
 
