@@ -225,12 +225,17 @@ def _delta(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Oper
     enter, sizes = _entered(source), config.delta
     yield enter
     keys, values = Dim("kv_heads", sizes.key_heads, sizes.key_dim), Dim("heads", sizes.value_heads, sizes.value_dim)
-    numbers = Dim("heads", sizes.value_heads)
-    inputs = {"query": keys, "key": keys, "value": values, "gate": values, "beta": numbers, "decay": numbers}
+    numbers, decays = (Dim("heads", sizes.value_heads, size) for size in (1, sizes.num_decays // sizes.value_heads))
+    inputs = {"query": keys, "key": keys, "value": values, "gate": values, "beta": numbers, "decay": decays}
     into = {name: Tensor(name, of, Tokens.ALL) for name, of in inputs.items()}
     into["gate"] = Tensor("gate of heads", values, Tokens.ALL)  # an MLP has another gate
     for name, result in into.items():
-        yield Product(name, (enter.target,), (result,), f"attention.{name}", group="attention")
+        source = enter.target
+        if sizes.rank and name in ("gate", "decay"):
+            source = Tensor(f"{name} down", Dim("latent", sizes.rank), Tokens.ALL)
+            yield Product(source.name, (enter.target,), (source,), f"attention.{name}_down", group="attention")
+        group = "attention" if source is enter.target else ""
+        yield Product(name, (source,), (result,), f"attention.{name}", group=group)
     convolved = []
     for name in ("query", "key", "value"):
         convolved.append(into[name]._replace(name=f"{name} convolved"))
@@ -249,7 +254,7 @@ def _delta(config: ModelConfig, source: Tensor, target: Tensor) -> Iterator[Oper
         decay_bias="attention.decay_bias",
     )
     yield Norm("norm of heads", (mixed,), (normed,), "attention.norm", Dim("head_dim", sizes.value_dim))
-    yield Gate("gate heads", (into["gate"], normed), (gated,), "silu")
+    yield Gate("gate heads", (into["gate"], normed), (gated,), "sigmoid" if sizes.rank else "silu")
     yield Product("attention output", (gated,), (target,), "attention.output")
 
 

@@ -15,7 +15,7 @@ from terrace.model.experts.config import ExpertsConfig
 from terrace.model.hf.config import read_fields, without_training, write_table
 from terrace.model.hf.families import FAMILIES
 from terrace.model.hf.keys import ACTIVATIONS, CLAMPED
-from terrace.model.hf.kinds import DELTA_KEYS
+from terrace.model.hf.kinds import delta_keys
 from terrace.model.hf.latent import KEYS as LATENT_KEYS
 from terrace.model.kinds import DeltaSizes, LayerKind, Scales, check_kinds, with_scaling
 from terrace.model.latent import Latent
@@ -110,7 +110,7 @@ class ModelConfig:
         check_kinds(self)
         self.latent.check(LATENT_KEYS, self.head_dim, self.rotary_dim)
         if self.is_linear or any(kind.is_linear for kind in self.kinds):
-            self.delta.check(DELTA_KEYS)
+            self.delta.check(delta_keys(FAMILIES[self.family].table))
         if self.has_sinks and (self.latent.key_value_rank or self.scales.attention_cap):
             raise ModelError("attention sinks are not implemented beside latent attention or capped scores")
         # Redundant settings are rejected, since equal models must compare equal.
@@ -200,7 +200,7 @@ class ModelConfig:
 
     @property
     def learned_positions(self) -> bool:
-        return not FAMILIES[self.family].theta_key
+        return FAMILIES[self.family].learns_positions
 
     @property
     def num_blocks(self) -> int:

@@ -4,6 +4,9 @@
     o = gated delta rule of q, k, v, with a decay and a strength of each token (terrace.model.delta_rule)
     y = W_o (norm(o) * silu(W_z x))                                       the norm over the elements of a head
 
+Kimi Delta Attention (2510.26692, section 4) has a decay for each element of a key. Decays and the gate come through
+`rank` features, and the gate is a sigmoid.
+
 What is before the tokens of a micro-batch, or of a step of generation, is a state of fixed size and the last inputs of
 the convolutions. `Runs` says where they come from: on one device nothing is before a row.
 
@@ -98,12 +101,17 @@ class GatedDeltaNet(nn.Module):
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, **where)
 
+        def ranked() -> nn.Module:
+            return linear(hidden, sizes.rank) if sizes.rank else nn.Identity()
+
         # In the order of execution, as in terrace.model.block_operations.
         self.log_decay = nn.Parameter(torch.empty(sizes.value_heads, **where))
-        self.decay_bias = nn.Parameter(torch.empty(sizes.value_heads, **where))
+        self.decay_bias = nn.Parameter(torch.empty(sizes.num_decays, **where))
         self.query, self.key, self.value = linear(hidden, keys), linear(hidden, keys), linear(hidden, values)
-        self.gate = linear(hidden, values)
-        self.beta, self.decay = linear(hidden, sizes.value_heads), linear(hidden, sizes.value_heads)
+        self.gate_down, self.gate = ranked(), linear(sizes.rank or hidden, values)
+        self.beta = linear(hidden, sizes.value_heads)
+        self.decay_down, self.decay = ranked(), linear(sizes.rank or hidden, sizes.num_decays)
+        self.gated = torch.sigmoid if sizes.rank else F.silu
         self.query_conv, self.key_conv = (ShortConvolution(keys, sizes.taps, **where) for _ in range(2))
         self.value_conv = ShortConvolution(values, sizes.taps, **where)
         self.output = linear(values, hidden)
@@ -117,14 +125,14 @@ class GatedDeltaNet(nn.Module):
         `positions` (B, S) int64 are the positions of tokens within their documents; a state ends with its document.
         """
         entering = [self.query(x), self.key(x), self.value(x)]
-        gate, beta, decay = self.gate(x), self.beta(x), self.decay(x)
+        gate, beta, decay = self.gate(self.gate_down(x)), self.beta(x), self.decay(self.decay_down(x))
         if cache is not None:
             assert isinstance(cache, StateCache), "an engine gives linear layers a cache of states"
             mixed = self._continued(entering, decay, beta, cache)
         else:
             mixed = self._mixed(entering, decay, beta, positions)
         normed = self.norm(mixed.view(*x.shape[:-1], -1, self.value_dim)).flatten(-2)  # (B, S, N V)
-        output: Tensor = self.output(F.silu(gate) * normed)
+        output: Tensor = self.output(self.gated(gate) * normed)
         return output
 
     def _mixed(self, entering: Sequence[Tensor], decay: Tensor, beta: Tensor, positions: Tensor | None) -> Tensor:
@@ -147,7 +155,7 @@ class GatedDeltaNet(nn.Module):
             out, state = scanned(prepared(given, None), _grouped(state, query.shape[2]))
             part.store(_tails(both, self._before), state.flatten(1, 2))
             found.append(out.permute(0, 3, 4, 1, 2, 5).flatten(1, 2)[:, : value.shape[1]].flatten(0, 1).flatten(1, 2))
-        return torch.cat(found).to(decay.dtype)
+        return torch.cat(found).to(beta.dtype)
 
     @property
     def _before(self) -> int:

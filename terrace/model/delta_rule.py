@@ -12,10 +12,19 @@ V of the chunk, L = strictly lower part of diag(b) (D * K K^T), and S the state 
     O = diag(exp(c)) Q S + (D * Q K^T) N
     S' = exp(c_C) S + (diag(exp(c_C - c)) K)^T N
 
+Kimi Delta Attention (2510.26692, equation 1) has a decay for each element of a key: a_t, c_i and D_ij are vectors of K
+elements, S decays by rows before the token corrects it, and scores are sum_d D_ijd k_id k_jd and sum_d D_ijd q_id k_jd.
+They are no product of exp(c_i) and exp(-c_j), which may leave the range of a float. A chunk is halved instead: with m
+the last token of the earlier half, i after m and j up to m,
+
+    D_ij = exp(c_i - c_m) exp(c_m - c_j)
+
+has exponents that are not positive, so these scores are a plain product, of any decay; then each half is halved.
+
 So a chunk, and a run of chunks, maps the state before it by S' = M S + B, with M (K, K) and B (K, V) that do not depend
-on S: M = exp(c_C) I - E^T W and B = E^T U, where E is the factor of N in S'. The gradient goes back by G = M^T G' + H,
-where H is that of the run's own outputs. `States` says where S and G' of the first and last chunk come from: on one
-device nothing is there, and ranks that share a sequence exchange (M, B), and (M, H), of fixed size
+on S: M = diag(exp(c_C)) - E^T W and B = E^T U, where E is the factor of N in S'. The gradient goes back by
+G = M^T G' + H, where H is that of the run's own outputs. `States` says where S and G' of the first and last chunk come
+from: on one device nothing is there, and ranks that share a sequence exchange (M, B), and (M, H), of fixed size
 (terrace.runtime.context.states).
 
 Backward of one chunk, given the gradients O^ and S'^ (a hat is a gradient; the factors of N are F = D * Q K^T and E,
@@ -66,7 +75,7 @@ class Chunks(NamedTuple):
     values: Tensor  # U (C, V)
     keys: Tensor  # W (C, K)
     writes: Tensor  # E (C, K)
-    decay: Tensor  # z (1, 1)
+    decay: Tensor  # z (1, 1), or (K, 1) of a decay for each element of a key
 
 
 def gated_delta_rule(inputs: Sequence[Tensor], begins: Tensor | None = None, states: States | None = None) -> Tensor:
@@ -74,9 +83,10 @@ def gated_delta_rule(inputs: Sequence[Tensor], begins: Tensor | None = None, sta
 
     Queries and keys are (R, L, G, K), values (R, L, N, V), with N = G r value heads.
 
-    The strength is sigmoid(`beta`), the decay exp(-exp(`log_decay`) softplus(`decay` + `decay_bias`)), with `decay` and
-    `beta` (R, L, N) and parameters (N). `begins` (R, L) says where documents begin; None: nowhere inside a run. Without
-    `states` nothing is before the runs. Computed in fp32, or fp64.
+    The strength is sigmoid(`beta`), the decay exp(-exp(`log_decay`) softplus(`decay` + `decay_bias`)), with `beta`
+    (R, L, N) and `log_decay` (N). With `decay` (R, L, N) a head has one decay, with (R, L, N K) each element of its key
+    has one; `decay_bias` has as many numbers. `begins` (R, L) says where documents begin; None: nowhere inside a
+    run. Without `states` nothing is before the runs. Computed in fp32, or fp64.
     """
     result: Tensor = _Delta.apply(*inputs, begins, states)  # type: ignore[no-untyped-call]
     return result
@@ -117,29 +127,56 @@ def prepared(inputs: Sequence[Tensor], begins: Tensor | None) -> Chunks:
     query, key, value, decay, beta, log_decay, decay_bias = inputs
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value, decay, beta = (each.to(wide) for each in (query, key, value, decay, beta))
-    rate = -log_decay.to(wide).exp() * F.softplus(decay + decay_bias.to(wide))  # g
-    size = min(CHUNK, query.shape[1])
-    groups = query.shape[2]
+    rate = F.softplus(decay + decay_bias.to(wide)).unflatten(-1, (value.shape[2], -1))
+    rate = -log_decay.to(wide).exp().unsqueeze(-1) * rate  # g (R, L, N, 1 or K)
+    groups, size = query.shape[2], min(CHUNK, query.shape[1])
+    if rate.shape[-1] > 1:
+        size = 1 << (size - 1).bit_length()  # so that it can be halved
     query = _cut(_normal(query) * query.shape[-1] ** -0.5, groups, size)
     key, value = _cut(_normal(key), groups, size), _cut(value, groups, size)
-    rate, strength = (_cut(each.unsqueeze(-1), groups, size).squeeze(-1) for each in (rate, beta.sigmoid()))
-    total = rate.cumsum(-1)  # c (R, G, r, n, C)
+    rate, strength = (_cut(each, groups, size) for each in (rate, beta.sigmoid().unsqueeze(-1)))
+    total = rate.cumsum(-2)  # c (R, G, r, n, C, 1 or K)
     seen = torch.ones(size, size, dtype=torch.bool, device=query.device).tril()
-    start, end, whole = total.exp(), (total[..., -1:] - total).exp(), total[..., -1:].exp()
+    last = total[..., -1:, :]
+    start, end, whole = total.exp(), (last - total).exp(), last.exp()
     if begins is not None:
         marks = F.pad(begins.to(torch.int32), (0, -begins.shape[1] % size))
         numbers = _cut(marks.cumsum(1, dtype=torch.int32)[..., None, None], 1, size).squeeze(-1)
         first = numbers[..., :1] - _cut(marks[..., None, None], 1, size).squeeze(-1)[..., :1]
         seen = seen & (numbers.unsqueeze(-1) == numbers.unsqueeze(-2))
-        start, end = start * (numbers == first), end * (numbers == numbers[..., -1:])
-        whole = whole * (numbers[..., -1:] == first)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()  # D
-    lower = strength.unsqueeze(-1) * between * (key @ key.mT)  # L, and its diagonal
-    right = torch.cat([value, (start.unsqueeze(-1) * key).expand(*value.shape[:-1], -1)], -1)
-    solved = torch.linalg.solve_triangular(lower, strength.unsqueeze(-1) * right, upper=False, unitriangular=True)
+        numbers, first = numbers.unsqueeze(-1), first.unsqueeze(-1)
+        start, end = start * (numbers == first), end * (numbers == numbers[..., -1:, :])
+        whole = whole * (numbers[..., -1:, :] == first)
+    if total.shape[-1] > 1:
+        of_keys, of_queries = _decayed(torch.stack([key, query]), key, total).masked_fill(~seen, 0).unbind()
+        lower = strength * of_keys  # L, and its diagonal
+    else:
+        between = (total - total.mT).masked_fill(~seen, -torch.inf).exp()  # D
+        lower, of_queries = strength * between * (key @ key.mT), between * (query @ key.mT)
+    right = torch.cat([value, (start * key).expand(*value.shape[:-1], -1)], -1)
+    solved = torch.linalg.solve_triangular(lower, strength * right, upper=False, unitriangular=True)
     values, keys = solved.split([value.shape[-1], key.shape[-1]], -1)
-    reads, writes = start.unsqueeze(-1) * query, end.unsqueeze(-1) * key
-    return Chunks(reads, between * (query @ key.mT), values, keys, writes, whole.unsqueeze(-1))
+    return Chunks(start * query, of_queries, values, keys, end * key, whole.mT)
+
+
+def _decayed(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
+    """sum_d left_id right_jd exp(c_id - c_jd) for i >= j, else 0, (2, R, G, r, n, C, C); C is a power of two.
+
+    `left` (2, R, G, 1, n, C, K) has two factors of one `right` (R, G, 1, n, C, K); `total` (R, G, r, n, C, K) is c.
+    """
+    found = (
+        (left * right).sum(-1).expand(left.shape[0], *total.shape[:-1])[..., None, None]
+    )  # of each token with itself
+    for half in (1 << level for level in range(total.shape[-2].bit_length() - 1)):
+        (_, later), (earlier, _), (first, second) = (
+            each.unflatten(-2, (-1, 2, half)).unbind(-3) for each in (left, right, total)
+        )
+        middle = first[..., -1:, :]
+        below = (later * (second - middle).exp()) @ (earlier * (middle - first).exp()).mT
+        before, after = found.unflatten(-3, (-1, 2)).unbind(-3)
+        above = torch.cat([before, torch.zeros_like(before)], -1)
+        found = torch.cat([above, torch.cat([below, after], -1)], -2)
+    return found.squeeze(-3)
 
 
 def scanned(chunks: Chunks, before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -185,7 +222,7 @@ def _chunk_gradients(chunks: Chunks, of_out: Tensor, before: Tensor | None, afte
         list(zip(_each(chunks), steps, of_out.unbind(3), strict=True))
     ):
         of_new = within.mT @ out + writes @ grad
-        of_decay = (grad * state).sum((-2, -1), keepdim=True)
+        of_decay = (grad * state).sum_to_size(decay.shape)
         found.append(Chunks(out @ state.mT, out @ new.mT, of_new, -of_new @ state.mT, new @ grad.mT, of_decay))
         grad = decay * grad + reads.mT @ out - keys.mT @ of_new
     return Chunks(*(torch.stack(each, 3) for each in zip(*reversed(found), strict=True)))

@@ -6,7 +6,8 @@ the order of initialisation, the rank or the plan.
 Matrices are normal with standard deviation `init_std`, divided by sqrt(2 * num_layers) for the two projections that
 write to the residual stream, as in GPT-2, so that its variance does not grow with depth. Norm weights are one (zero if
 norms multiply by 1 + weight), biases zero, attention sinks normal as matrices are. In linear layers exp(log_decay) is
-uniform in (0.01, 16) and the bias of the decay one, as in the released models. Matrix A of a LoRA adapter is uniform in
+uniform in (0.01, 16) and the bias of the decay one, as in the released models; with a decay for each element of a key,
+softplus of the bias is uniform in its logarithm, in (0.001, 0.1), as in Mamba. Matrix A of a LoRA adapter is uniform in
 +-1 / sqrt(in), as in torch's Linear; B is zero, so that the adapter adds nothing at first (Hu et al. 2106.09685,
 section 4.1).
 """
@@ -33,6 +34,9 @@ def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: 
     """Initial value of one whole parameter, an fp32 CPU tensor of `shape`; callers slice their shard from it."""
     if param_name.endswith("router.temperature"):
         return torch.full(shape, math.log(_TEMPERATURE))
+    if param_name == _DECAY_BIAS and config.delta.rank:
+        generator = torch.Generator().manual_seed(_seed_of(seed, f"{block_name}.{param_name}"))
+        return torch.empty(shape).uniform_(math.log(1e-3), math.log(1e-1), generator=generator).exp_().expm1_().log_()
     if param_name in (_DECAY_BIAS, _LINEAR_NORM):
         return torch.ones(shape)
     if param_name == _LOG_DECAY:

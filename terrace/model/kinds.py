@@ -36,12 +36,21 @@ class DeltaSizes:
     key_dim: int = 0
     value_dim: int = 0
     taps: int = 0  # tokens that the short convolution of queries, keys and values reads: itself and those before it
+    rank: int = 0  # of Kimi Delta Attention (2510.26692), the features that decays and gate come through; 0: none
+
+    @property
+    def num_decays(self) -> int:
+        """Decays of a token: of each head, or with a `rank` of each element of the key of each head."""
+        return self.value_heads * (self.key_dim if self.rank else 1)
 
     def check(self, names: Mapping[str, str]) -> None:
         """Raise `ModelError` for invalid sizes. `names` maps fields to the keys of the file, for messages."""
         for field, size in asdict(self).items():
-            if not 1 <= size <= LARGEST_SIZE:
-                raise ModelError(f"{names[field]} = {size} must be at least 1 and at most {LARGEST_SIZE}")
+            least = int(field != "rank")
+            if not least <= size <= LARGEST_SIZE:
+                raise ModelError(
+                    f"{names.get(field, field)} = {size} must be at least {least} and at most {LARGEST_SIZE}"
+                )
         if self.taps > MOST_TAPS:
             raise ModelError(f"{names['taps']} = {self.taps} must be at most {MOST_TAPS}")
         if self.value_heads % self.key_heads:

@@ -15,7 +15,7 @@ class Latent:
 
     With a `key_value_rank`, keys and values are projected from a latent vector of this size. The last `shared_dim`
     elements of a key are the same for all heads, and RoPE rotates these alone, or nothing (Kimi Linear, 2510.26692,
-    section 4.3). With a `query_rank`, queries are projected from a latent vector of this size.
+    section 4). With a `query_rank`, queries are projected from a latent vector of this size.
     """
 
     key_value_rank: int = 0
@@ -36,9 +36,9 @@ class Latent:
                 )
         if not 0 < self.shared_dim < head_dim or rotary_dim not in (0, self.shared_dim):
             raise ModelError(
-                f"a head of {head_dim} elements, {self.shared_dim} of them shared by all heads and {rotary_dim} rotated "
-                "by RoPE, is not implemented with latent attention: both parts must have elements, and RoPE rotates "
-                "all that are shared, or none"
+                f"a head of {head_dim} elements, {self.shared_dim} of them shared by all heads and {rotary_dim} "
+                "rotated by RoPE, is not implemented with latent attention: both parts must have elements, and RoPE "
+                "rotates all that are shared, or none"
             )
         if self.value_dim > head_dim:
             raise ModelError(

@@ -27,6 +27,8 @@ from terrace.model.layers import RMSNorm
 from terrace.model.operation import Runs, keeping
 from terrace.model.rotary import Rotary
 
+_EPS = 1e-6  # of the norms of latents, whatever that of the layers' norms is, as in transformers
+
 
 class LatentAttention(PlannedAttention):
     """Causal self-attention with keys and values projected from a latent vector; (B, S, H) to (B, S, H)."""
@@ -43,7 +45,7 @@ class LatentAttention(PlannedAttention):
             return nn.Linear(inputs, outputs, bias=bias, **where)
 
         def norm(size: int) -> RMSNorm:
-            return RMSNorm(size, config.norm_eps, **where)
+            return RMSNorm(size, _EPS, **where)
 
         # In the order of execution, as in terrace.model.block_operations.
         self.query: nn.Linear | None = None

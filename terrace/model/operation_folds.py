@@ -45,7 +45,7 @@ def _params(operation: ops.Operation, *, is_stacked: bool = False) -> list[Param
             ]
         case ops.Delta():
             heads = ops.Dim("heads", operation.heads)
-            return [_param(operation.log_decay, heads), _param(operation.decay_bias, heads)]
+            return [_param(operation.log_decay, heads), _param(operation.decay_bias, operation.decays)]
         case ops.Mixture():
             return list(_mixture_params(operation))
         case ops.LookUp():

@@ -181,7 +181,7 @@ class Delta(Operation):
     """The gated delta rule (terrace.model.delta_rule) on queries, keys, values, decays and strengths.
 
     Each of `heads` value heads has a state of (`key_dim`, `value_dim`) numbers, the same for any length. `log_decay`
-    and `decay_bias` are its parameters, a number per head.
+    and `decay_bias` are its parameters, a number per head and per decay.
     """
 
     heads: int
@@ -191,6 +191,11 @@ class Delta(Operation):
     taps: int  # of the convolutions before it: generation also caches their last inputs
     log_decay: str
     decay_bias: str
+
+    @property
+    def decays(self) -> Dim:
+        """Decays of a token: a number per head, or per element of a head's key."""
+        return self.reads[3].features
 
     @property
     def state_numel(self) -> int:

@@ -26,8 +26,14 @@ def _num_runs(work: "Work") -> int:
     return work.micro_batch * (CHUNKS_PER_RING_RANK if work.ring > 1 else 1)
 
 
-def _chunk(work: "Work") -> int:
-    return min(CHUNK, math.ceil(work.tokens / _num_runs(work)))
+def _chunk(work: "Work", delta: Delta) -> int:
+    size = min(CHUNK, math.ceil(work.tokens / _num_runs(work)))
+    return size if delta.decays.size == 1 else 1 << (size - 1).bit_length()
+
+
+def _num_halvings(size: int, delta: Delta) -> int:
+    """How often a chunk is halved for the scores of its tokens: a decay for each head takes none."""
+    return 0 if delta.decays.size == 1 else size.bit_length() - 1
 
 
 @lru_cache(maxsize=65536)
@@ -36,7 +42,8 @@ def _scan_s(device: Device, work: "Work", delta: Delta) -> tuple[float, float]:
 
     Chunks are computed together, up to the products with the state, which wait for the chunk before.
     """
-    size, key, value = _chunk(work), delta.key_dim, delta.value_dim
+    size, key, value = _chunk(work, delta), delta.key_dim, delta.value_dim
+    halvings = _num_halvings(size, delta)
     heads = rank_numel(Dim("heads", delta.heads), {"rows": work.rows})
     number = math.ceil(work.tokens / size)  # chunks of all rows
     num_steps = math.ceil(number / _num_runs(work))
@@ -50,8 +57,9 @@ def _scan_s(device: Device, work: "Work", delta: Delta) -> tuple[float, float]:
     reads_s = products_s((size, key, value), (size, size, value)) + 2 * (num_steps - 1) * launch_s
     # Scores of keys and of queries, the solution (half of a product), and passes over the factors.
     inside_s = products_s((size, key, size), (size, key, size)) + products_s((size, size, key + value)) / 2
-    factors = (6 * size + 8 * key + 6 * value) * work.tokens * heads
-    passes_s = memory_s(device, max(4, FORMATS[dtype].element_bytes) * factors, 12)
+    # A halving reads decays, keys and queries, and writes half of each of three factors, from two of exponents.
+    factors = (6 * size + 8 * key + 6 * value + halvings * 8 * key) * work.tokens * heads
+    passes_s = memory_s(device, max(4, FORMATS[dtype].element_bytes) * factors, 12 + 10 * halvings)
     return state_s + reads_s + inside_s + passes_s, state_s
 
 
@@ -90,7 +98,7 @@ def delta_nodes(tape: "BlockTape", delta: Delta) -> Iterator[Node]:
     (tests/simulate/test_linear_layers.py).
     """
     work, key, value = tape.work, delta.key_dim, delta.value_dim
-    heads, size, runs = tape.units(Dim("heads", delta.heads)), _chunk(work), _num_runs(work)
+    heads, size, runs = tape.units(Dim("heads", delta.heads)), _chunk(work, delta), _num_runs(work)
     tokens = size * math.ceil(work.tokens / runs / size) * runs
     of_head, of_key = tokens * heads * tape.wide, tokens * tape.units(Dim("kv_heads", delta.key_heads)) * tape.wide
     state = heads * key * value * tape.wide

@@ -70,7 +70,7 @@ def test_log_probabilities_in_fp32_are_near_those_of_the_training_blocks() -> No
         torch.testing.assert_close(torch.tensor(made.logprobs), wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "linear"])
+@pytest.mark.parametrize("name", ["llama", "window", "mixtral", "linear", "kimi"])
 def test_a_result_depends_on_its_request_alone(name: str) -> None:
     """Alone, in any company, any order, any sizes of turns and pages; with pages shared, copied and given up."""
     config = MODELS[name]

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,11 +16,14 @@ NOWHERE = torch.zeros(RUNS, LENGTH, dtype=torch.bool)
 ZERO = torch.zeros(RUNS, GROUPS, SHARING, KEY, VALUE, dtype=torch.float64)
 
 
-def inputs() -> list[Tensor]:
+def inputs(channels: int = 1, shift: float = 0.0) -> list[Tensor]:
     keys, values, numbers = (RUNS, LENGTH, GROUPS, KEY), (RUNS, LENGTH, HEADS, VALUE), (RUNS, LENGTH, HEADS)
-    shapes: list[tuple[int, ...]] = [keys, keys, values, numbers, numbers, (HEADS,), (HEADS,)]
+    decays, bias = (RUNS, LENGTH, HEADS * channels), (HEADS * channels,)
+    shapes: list[tuple[int, ...]] = [keys, keys, values, decays, numbers, (HEADS,), bias]
     generator = seeded(0)
-    return [torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
+    found = [torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in shapes]
+    found[-2] += shift
+    return [each.requires_grad_() for each in found]
 
 
 def documents() -> Tensor:
@@ -30,26 +34,34 @@ def documents() -> Tensor:
 
 
 def token_by_token(given: list[Tensor], begins: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and the last state: S = a S, then S = S + b k (v - S^T k)^T and o = S^T q (2412.06464, equation 10)."""
+    """Outputs and the last state: S = a S, then S = S + b k (v - S^T k)^T and o = S^T q (2412.06464, equation 10).
+
+    With a decay for each element of a key, its rows have theirs (2510.26692, equation 1).
+    """
     query, key, value, decay, beta, log_decay, bias = given
     query, key = (
         (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(SHARING, 2)
         for each in (query, key)
     )
-    kept, strength = torch.exp(-log_decay.exp() * F.softplus(decay + bias)), beta.sigmoid()
+    rate = log_decay.exp()[:, None] * F.softplus(decay + bias).unflatten(-1, (HEADS, -1))  # one number, or K
+    kept, strength = torch.exp(-rate), beta.sigmoid()
     whole, found = state.flatten(1, 2), []
     for token in range(LENGTH):
-        whole = whole * (kept[:, token] * ~begins[:, token : token + 1])[..., None, None]
+        whole = whole * (kept[:, token] * ~begins[:, token : token + 1, None])[..., None]
         new = strength[:, token, :, None] * (value[:, token] - (whole * key[:, token, :, :, None]).sum(-2))
         whole = whole + key[:, token, :, :, None] * new[:, :, None]
         found.append((whole * query[:, token, :, :, None]).sum(-2) / KEY**0.5)
     return torch.stack(found, 1), whole.view_as(state)
 
 
-def test_chunks_are_the_recurrence_token_by_token() -> None:
-    """Outputs and all gradients, in rows of three chunks, with and without documents."""
+@pytest.mark.parametrize(("channels", "shift"), [(1, 0.0), (KEY, 0.0), (KEY, 4.0)])
+def test_chunks_are_the_recurrence_token_by_token(channels: int, shift: float) -> None:
+    """Outputs and all gradients, in rows of three chunks, with and without documents.
+
+    Shifted, decays of a chunk reach exp(-5000), of which there is no inverse.
+    """
     for begins in (None, documents()):
-        given = inputs()
+        given = inputs(channels, shift)
         found = gated_delta_rule(given, begins)
         wanted, _ = token_by_token(given, NOWHERE if begins is None else begins, ZERO)
         torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
@@ -75,9 +87,10 @@ class Before:
         return self.grad
 
 
-def test_a_run_maps_the_state_before_it() -> None:
+@pytest.mark.parametrize("channels", [1, KEY])
+def test_a_run_maps_the_state_before_it(channels: int) -> None:
     """S' = M S + B, and the gradient comes back by M^T G + H: the same for two states, by finite maps."""
-    given, begins = inputs(), documents()
+    given, begins = inputs(channels), documents()
     state, grad = torch.randn(2, *ZERO.shape, dtype=torch.float64, generator=seeded(3))
     there = Before(state, grad)
     found = gated_delta_rule(given, begins, there)

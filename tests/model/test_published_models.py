@@ -10,6 +10,7 @@ from terrace.model.blocks import num_params
 from terrace.model.config import parse_model, to_table
 from terrace.model.hf.config import published_table
 from tests.support.published import PUBLISHED
+from tests.support.toy_tables import KIMI
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -56,3 +57,21 @@ def test_an_unknown_key_comes_with_the_way_to_drop_it() -> None:
         parse_model(table | {"remark": 1})
     with pytest.raises(ModelError, match=rf"unknown key rope_scaling\.remark for rope_type llama3; .*{fix}"):
         parse_model(table | {"rope_scaling": table["rope_scaling"] | {"remark": 1}})
+
+
+def test_the_inner_table_of_released_kimi_linear_folders() -> None:
+    """Layers are named by numbers from 1 there, and an export writes them so."""
+    plain = KIMI
+    inner = {"num_heads": 4, "head_dim": 3, "short_conv_kernel_size": 4}
+    inner |= {"kda_layers": [1], "full_attn_layers": [2]}
+    released = {key: value for key, value in plain.items() if not key.startswith("linear_") and key != "layer_types"}
+    released |= {"linear_attn_config": inner, "mla_use_nope": True, "rope_theta": 10000.0, "rope_scaling": None}
+    config = parse_model(released)
+    assert config == parse_model(plain)
+    assert published_table(to_table(config), "bfloat16", {})["linear_attn_config"] == inner
+    with pytest.raises(ModelError, match="linear_num_heads = 2 and linear_attn_config disagree"):
+        parse_model(released | {"linear_num_heads": 2})
+    with pytest.raises(ModelError, match="must name each layer, from 1, once"):
+        parse_model(released | {"linear_attn_config": inner | {"kda_layers": [3]}})
+    with pytest.raises(ModelError, match=r"gate_lower_bound.* is not implemented"):
+        parse_model(released | {"linear_attn_config": inner | {"gate_lower_bound": -5.0}})

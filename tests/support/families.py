@@ -63,6 +63,12 @@ _NEXT_RELEASED |= {"rope_parameters": _MROPE | {"partial_rotary_factor": 0.25}}
 # Qwen3.5-35B-A3B with fewer and smaller layers: every layer has experts, whose weights are always normalised.
 _NEXT_MIXED = {key: value for key, value in _NEXT.items() if key != "intermediate_size"}
 _NEXT_MIXED |= {"model_type": "qwen3_5_moe_text"}
+# Kimi-Linear-48B-A3B with fewer and smaller layers: the first of them dense, the last of them with attention.
+_KIMI = {key: value for key, value in _LATENT.items() if key not in ("max_position_embeddings", "n_group")}
+_KIMI |= {"model_type": "kimi_linear", "topk_group": 1, "num_hidden_layers": 4, "q_lora_rank": None, "num_experts": 6}
+_KIMI |= {"num_experts_per_token": _KIMI.pop("num_experts_per_tok"), "model_max_length": 40, "linear_num_heads": 4}
+_KIMI |= {"linear_head_dim": 6, "pad_token_id": None, "layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+del _KIMI["n_routed_experts"]
 TABLES: dict[str, dict[str, Any]] = {
     "gpt_oss, 20b": _OSS,
     "gpt_oss, 120b": _OSS | {"num_hidden_layers": 3, "num_local_experts": 16, "num_key_value_heads": 2},
@@ -169,6 +175,12 @@ TABLES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text, odd sizes": _NEXT_MIXED
     | {"hidden_size": 21, "linear_num_key_heads": 1, "linear_num_value_heads": 3, "num_hidden_layers": 2}
     | {"layer_types": ["full_attention", "linear_attention"], "attention_bias": True, "tie_word_embeddings": True},
+    "kimi_linear": _KIMI,
+    "kimi_linear, odd sizes": _KIMI
+    | {"hidden_size": 21, "num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 8, "num_expert_group": 3}
+    | {"topk_group": 2, "num_shared_experts": 2, "linear_num_heads": 5, "linear_head_dim": 7, "num_hidden_layers": 2}
+    | {"linear_conv_kernel_dim": 3, "layer_types": ["full_attention", "linear_attention"], "first_k_dense_replace": 0}
+    | {"moe_renormalize": False, "attention_bias": True},
     "gpt2, untied": _GPT2 | {"model_type": "gpt2", "tie_word_embeddings": False, "n_inner": 31},
 }
 TOKENS = torch.randint(0, 61, (3, 19), generator=torch.Generator().manual_seed(0))
@@ -204,7 +216,8 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
         options["attn_implementation"] = "eager"  # no other caps scores, or has sinks
     if config.experts is not None:
         options["experts_implementation"] = "eager"  # the others refuse fp64
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+    return model.to(dtype) if config.delta.rank else model  # all of it: gradients of what is kept in fp32 too
 
 
 def their_logits(folder: Path, dtype: torch.dtype) -> Tensor:
@@ -234,6 +247,11 @@ def their_model(folder: Path, table: dict[str, Any], dtype: torch.dtype = torch.
     config = transformers.AutoConfig.for_model(**table)
     model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
     randomise(model.parameters())
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(kept):  # as in a model that was loaded
+                parameter.copy_(parameter.float())
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):
             # As in a model that was loaded: in fp32.

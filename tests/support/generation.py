@@ -67,6 +67,10 @@ _LINEAR |= {
     "linear_value_head_dim": 5,
 }
 MODELS["linear"] = parse_model(_LINEAR)
+_KIMI = _LATENT | {"model_type": "kimi_linear", "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 6}
+MODELS["kimi"] = parse_model(
+    _KIMI | {"num_hidden_layers": 3, "layer_types": [*["linear_attention"] * 2, "full_attention"]}
+)
 
 
 def make(config: ModelConfig) -> list[nn.Module]:

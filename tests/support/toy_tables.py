@@ -36,6 +36,11 @@ LINEAR |= {
 NEXT = LINEAR | {"model_type": "qwen3_next", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6}
 NEXT |= {"shared_expert_intermediate_size": 6}
 
+# Kimi Delta Attention with an MLP, then latent attention without RoPE with experts.
+KIMI = LLAMA | {"model_type": "kimi_linear", "num_key_value_heads": 4, "kv_lora_rank": 5, "qk_rope_head_dim": 2}
+KIMI |= {"qk_nope_head_dim": 4, "v_head_dim": 3, "linear_num_heads": 4, "linear_head_dim": 3, "num_experts": 4}
+KIMI |= {"num_experts_per_token": 2, "moe_intermediate_size": 6, "layer_types": ["linear_attention", "full_attention"]}
+
 # Grouped heads whose norms differ from latent attention's; all layers but the first have experts.
 GLM = LLAMA | {"model_type": "glm4_moe", "head_dim": 4, "use_qk_norm": True, "moe_intermediate_size": 6}
 GLM |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1}

@@ -15,7 +15,7 @@ from terrace.base.schema import load
 from terrace.model.hf.families import FAMILIES, Family
 from terrace.model.hf.key_tables import ROOT_OF_HIDDEN
 from terrace.model.hf.keys import ACTIVATIONS, HARMLESS, ONLY, REFUSED, TRAINING
-from terrace.model.hf.kinds import kinds_of, read_delta, read_kinds, write_delta, write_kinds
+from terrace.model.hf.kinds import flattened, kinds_of, nested, read_delta, read_kinds, write_delta, write_kinds
 from terrace.model.hf.latent import read_latent, write_latent, written_mscale
 from terrace.model.hf.mixtures import OWN_KEYS, read_experts, write_experts
 from terrace.model.hf.rope import (
@@ -44,7 +44,7 @@ def read_fields(table: Mapping[str, Any]) -> dict[str, Any]:
         why = f": {REFUSED[name]}" if name in REFUSED else did_you_mean(name, FAMILIES)
         raise ModelError(f"model_type = {name!r} is not implemented{why}")
     family = FAMILIES[name]
-    table = _completed(_without_aliases(table, family), family)
+    table = flattened(_completed(_without_aliases(table, family), family), family)
     _refuse_values(table, family)
     own_keys = {item.name for item in dataclasses.fields(family.table)}
     rotary_keys = rope_keys(family)
@@ -114,7 +114,7 @@ def published_table(table: Mapping[str, Any], dtype: str, tokens: Mapping[str, A
     family = FAMILIES[table["model_type"]]
     if "num_labels" in table and not family.is_scored:
         raise ModelError(f"transformers has no {family.scored_architecture}: use the run's checkpoints")
-    published = {**table, **tokens, "torch_dtype": dtype}
+    published = {**table, **nested(table), **tokens, "torch_dtype": dtype}
     if published.pop("num_labels", None):  # as transformers writes it
         published |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     if "sliding_window" in table:

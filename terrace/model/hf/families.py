@@ -20,6 +20,7 @@ from terrace.model.hf.key_tables import (
     GPTNeoXTable,
     GptOssTable,
     GraniteTable,
+    KimiLinearTable,
     LlamaTable,
     MistralTable,
     MixtralTable,
@@ -60,6 +61,7 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # more keys with the values that it implements
     is_mixture: bool = False
     theta_key: str = "rope_theta"  # where older files keep the RoPE base; empty: the family has no RoPE
+    learns_positions: bool = False
     default_theta: float = 10000.0
     factor_key: str = ""  # where older files keep the rotated fraction of a head
     default_factor: float = 1.0
@@ -151,6 +153,15 @@ _DEEPSEEK_V3 = Family(
     ),
     only={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )
+# Name in other families, and in transformers -> name in the released files of Kimi Linear
+_KIMI_KEYS = {
+    "max_position_embeddings": "model_max_length",
+    "num_experts_per_tok": "num_experts_per_token",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "n_shared_experts": "num_shared_experts",
+    **dict.fromkeys(("num_local_experts", "n_routed_experts"), "num_experts"),
+}
 _HYBRID = _GATED | {"mlp_bias": False, "qk_norm": True, "norm_offset": True, "attention_gate": True}
 _QUARTER: dict[str, Any] = {"factor_key": "partial_rotary_factor", "default_factor": 0.25, "factor_is_free": True}
 _QWEN35 = Family(
@@ -264,6 +275,7 @@ FAMILIES: Mapping[str, Family] = {
             "mlp_bias": True,
         },
         theta_key="",
+        learns_positions=True,
         implied={"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
         # Written explicitly, since the defaults of transformers differ.
         written={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
@@ -369,6 +381,29 @@ FAMILIES: Mapping[str, Family] = {
         windows="pattern",
         mixes=True,
         names_kinds=True,
+    ),
+    "kimi_linear": Family(
+        keys=KimiLinearTable,
+        architecture="KimiLinearForCausalLM",
+        names={own: _KIMI_KEYS.get(key, key) for own, key in _SIGMOID_ROUTED.items() if key != NEXTN} | _BIASED,
+        constants=_SIGMOID,
+        aliases=_KIMI_KEYS,
+        is_mixture=True,
+        is_scored=False,
+        theta_key="",
+        # Derived sizes, and RoPE that no layer applies.
+        harmless=frozenset(
+            {"head_dim", "qk_head_dim", "auto_map", "output_router_logits"}
+            | {"rope_theta", "rope_parameters", "rope_scaling"}
+        ),
+        only={
+            **_DEEPSEEK_V3.only,
+            NEXTN: (0,),
+            "mla_use_nope": (True,),
+            "tie_word_embeddings": (False,),  # transformers ties nothing here
+            "moe_router_activation_func": ("sigmoid",),
+            "use_grouped_topk": (True,),
+        },
     ),
     # Same layers; its files name the architecture of DeepSeek-V3.
     "kimi_k2": _DEEPSEEK_V3,

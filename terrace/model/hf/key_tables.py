@@ -322,3 +322,38 @@ class DeepseekV3Table(_MixtureTable):
     n_shared_experts: int = 1
     first_k_dense_replace: int = 3
     num_nextn_predict_layers: int = 0
+
+
+@_table
+class KimiLinearTable(_SizedTable):
+    """The implemented keys of `KimiLinearConfig`, under the names of released files.
+
+    Without `layer_types`, layers 4, 8, ... have attention, counted from 0, and the others are linear.
+    """
+
+    hidden_act: str = "silu"
+    tie_word_embeddings: bool = False
+    num_key_value_heads: int | None = None
+    num_experts: int
+    num_experts_per_token: int
+    moe_intermediate_size: int
+    kv_lora_rank: int
+    q_lora_rank: int | None = None
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    linear_num_heads: int
+    linear_head_dim: int
+    linear_conv_kernel_dim: int = 4
+    layer_types: tuple[str, ...] | None = None
+    mlp_layer_types: tuple[str, ...] | None = None
+    model_max_length: int = 1048576
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    moe_renormalize: bool = True
+    routed_scaling_factor: float = 2.446
+    num_expert_group: int = 1
+    topk_group: int = 1
+    num_shared_experts: int = 1
+    first_k_dense_replace: int = 1
+    route: str = "gate"  # Terrace's own

@@ -23,6 +23,22 @@ DELTA_KEYS = {
     "value_dim": "linear_value_head_dim",
     "taps": "linear_conv_kernel_dim",
 }
+# The same for Kimi Delta Attention, whose heads are all alike
+_CHANNEL_KEYS = {
+    **dict.fromkeys(("key_heads", "value_heads"), "linear_num_heads"),
+    **dict.fromkeys(("key_dim", "value_dim", "rank"), "linear_head_dim"),
+    "taps": "linear_conv_kernel_dim",
+}
+# Its table in released files: key there -> key here; and the numbers of layers, from 1
+_NESTED, _INNER = (
+    "linear_attn_config",
+    {
+        "num_heads": "linear_num_heads",
+        "head_dim": "linear_head_dim",
+        "short_conv_kernel_size": "linear_conv_kernel_dim",
+    },
+)
+_FULL_LAYERS, _LINEAR_LAYERS = "full_attn_layers", "kda_layers"
 LINEAR = "linear_attention"  # in layer_types
 
 
@@ -156,27 +172,75 @@ def _sliding(loaded: Any, family: "Family", rotated: Sequence[bool]) -> list[boo
     return None
 
 
+def delta_keys(table: type[Any]) -> Mapping[str, str]:
+    """Field of `DeltaSizes` -> key of a family's table; empty for families without linear layers."""
+    keys = table.__dataclass_fields__
+    return next((each for each in (DELTA_KEYS, _CHANNEL_KEYS) if each["key_heads"] in keys), {})
+
+
 def has_linear(table: type[Any]) -> bool:
     """Whether a family's table has the keys of linear layers."""
-    return DELTA_KEYS["key_heads"] in table.__dataclass_fields__
+    return bool(delta_keys(table))
+
+
+def flattened(table: Mapping[str, Any], family: "Family") -> dict[str, Any]:
+    """Copy of a config.json with the keys of Kimi Linear's inner table at the top level, and layer_types.
+
+    Raises `ModelError` for an unknown inner key, layers that are not each named once, and keys that disagree.
+    """
+    found = dict(table)
+    inner = found.pop(_NESTED, None) if delta_keys(family.table) is _CHANNEL_KEYS else None
+    if inner is None:
+        return found
+    if not isinstance(inner, Mapping) or inner.keys() - {*_INNER, _FULL_LAYERS, _LINEAR_LAYERS}:
+        raise ModelError(
+            f"{_NESTED} = {inner!r} is not implemented: give a table of {', '.join((*_INNER, _FULL_LAYERS))} and "
+            f"{_LINEAR_LAYERS}"
+        )
+    said = {key: inner[theirs] for theirs, key in _INNER.items() if theirs in inner}
+    full, linear = (inner.get(key) or [] for key in (_FULL_LAYERS, _LINEAR_LAYERS))
+    if full or linear:
+        both = [*full, *linear] if isinstance(full, list) and isinstance(linear, list) else []
+        if not both or sorted(both, key=str) != sorted(range(1, 1 + len(both)), key=str):
+            raise ModelError(
+                f"{_NESTED}: {_FULL_LAYERS} = {full} and {_LINEAR_LAYERS} = {linear} must name each layer, from 1, once"
+            )
+        said["layer_types"] = [LINEAR if layer in linear else FULL for layer in range(1, 1 + len(both))]
+    for key, value in said.items():
+        given = found.get(key)
+        if given is not None and (list(given) if isinstance(given, tuple) else given) != value:
+            raise ModelError(f"{key} = {given!r} and {_NESTED} disagree, which says {value!r}: keep one of them")
+        found[key] = value
+    return found
+
+
+def nested(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The inner table of Kimi Linear, beside its keys in a `table` of `write_table`; empty for other families."""
+    if _CHANNEL_KEYS["key_dim"] not in table:
+        return {}
+    kinds = table["layer_types"]
+    layers = {_FULL_LAYERS: FULL, _LINEAR_LAYERS: LINEAR}
+    named = {key: [1 + index for index, each in enumerate(kinds) if each == kind] for key, kind in layers.items()}
+    return {_NESTED: {theirs: table[key] for theirs, key in _INNER.items()} | named}
 
 
 def read_delta(loaded: Any) -> dict[str, Any]:
     """The field `delta` of a loaded table; empty for families without linear layers."""
-    if not has_linear(type(loaded)):
-        return {}
-    return {"delta": {own: getattr(loaded, key) for own, key in DELTA_KEYS.items()}}
+    keys = delta_keys(type(loaded))
+    return {"delta": {own: getattr(loaded, key) for own, key in keys.items()}} if keys else {}
 
 
 def write_delta(fields: Mapping[str, Any], table: type[Any]) -> dict[str, Any]:
-    return {key: fields["delta"][own] for own, key in DELTA_KEYS.items()} if has_linear(table) else {}
+    return {key: fields["delta"][own] for own, key in delta_keys(table).items()}
 
 
 def linear_layers(loaded: Any, num_layers: int) -> Sequence[bool]:
     """Which layers are linear. Raises `ModelError` for other types of layers."""
     if not has_linear(type(loaded)):
         return [False] * num_layers
-    kinds, every = loaded.layer_types, loaded.full_attention_interval
+    kinds, every = loaded.layer_types, getattr(loaded, "full_attention_interval", 0)
+    if kinds is None and delta_keys(type(loaded)) is _CHANNEL_KEYS:
+        return [not layer or layer % 4 > 0 for layer in range(num_layers)]
     if kinds is None:
         if every < 1:
             raise ModelError(

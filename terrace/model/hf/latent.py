@@ -18,8 +18,8 @@ _SHARED, _UNSHARED, _MSCALE = "qk_rope_head_dim", "qk_nope_head_dim", "mscale_al
 def read_latent(loaded: Any, table: Mapping[str, Any], *, rotates: bool) -> dict[str, Any]:
     """Fields `latent`, `head_dim` and `rotary_dim` of a loaded table; empty for families without latent attention.
 
-    `table` is the whole config.json; `rotates` says whether the family has RoPE. Raises `ModelError` if there are fewer key-value heads than heads, or the rank of
-    keys and values is below 1.
+    `table` is the whole config.json; `rotates` says whether the family has RoPE. Raises `ModelError` if there are fewer
+    key-value heads than heads, or the rank of keys and values is below 1.
     """
     if not hasattr(loaded, KEYS["key_value_rank"]):
         return {}

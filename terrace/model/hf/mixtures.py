@@ -14,6 +14,7 @@ OWN_KEYS: Mapping[str, object] = {
     "router_size": 0,
     "route": "gate",
 }  # and their defaults
+_COUNTS = ("n_shared_experts", "num_shared_experts")  # keys that count shared experts
 _PART = "experts."  # in front of the names of these fields
 _MOST_LAYERS = 10**6
 
@@ -32,11 +33,11 @@ def read_experts(loaded: Any, names: Mapping[str, str], constants: Mapping[str, 
         own.removeprefix(_PART): getattr(loaded, key) for own, key in names.items() if _is_part(own)
     }
     fields |= {own.removeprefix(_PART): value for own, value in constants.items() if _is_part(own)}
-    if hasattr(loaded, "n_shared_experts"):
+    if (key := names.get("experts.shared_size", "")) in _COUNTS:
         # Several shared experts are one MLP of their total size.
-        if loaded.n_shared_experts < 1:
-            raise ModelError(f"n_shared_experts = {loaded.n_shared_experts} must be at least 1 in this family")
-        fields["shared_size"] = loaded.n_shared_experts * loaded.moe_intermediate_size
+        if fields["shared_size"] < 1:
+            raise ModelError(f"{key} = {fields['shared_size']} must be at least 1 in this family")
+        fields["shared_size"] *= loaded.moe_intermediate_size
     if fields.get("gate") == "cosine" and not fields["router_size"]:
         fields["router_size"] = max(1, fields["num_experts"] // 2)  # as X-MoE has it (2204.09179, section 4.1)
     if fields.get("gate") == "expert_choice" and "experts.normalized" not in names:
@@ -48,8 +49,8 @@ def write_experts(fields: Mapping[str, Any], names: Mapping[str, str]) -> dict[s
     table = {key: fields[own.removeprefix(_PART)] for own, key in names.items() if _is_part(own)}
     # Terrace's own keys are omitted if they have their default.
     table = {key: value for key, value in table.items() if OWN_KEYS.get(key) != value}
-    if "n_shared_experts" in table:
-        table["n_shared_experts"] = fields["shared_size"] // fields["intermediate_size"]
+    if key := next((each for each in _COUNTS if each in table), ""):
+        table[key] = fields["shared_size"] // fields["intermediate_size"]
     if "first_k_dense_replace" in table:
         table["first_k_dense_replace"] = len(fields["dense_layers"])
     if "mlp_only_layers" in table:
@@ -64,6 +65,12 @@ def _is_part(own: str) -> bool:
 def _dense_layers(loaded: Any) -> tuple[int, ...]:
     # Bounds memory until `check_sizes` rejects absurd numbers of layers.
     layers = range(max(1, min(loaded.num_hidden_layers, _MOST_LAYERS)))
+    if named := getattr(loaded, "mlp_layer_types", None):
+        if len(named) != len(layers) or set(named) - {"dense", "sparse"}:
+            raise ModelError(
+                f"mlp_layer_types = {list(named)} must name 'dense' or 'sparse' for each of the {len(layers)} layers"
+            )
+        return tuple(layer for layer in layers if named[layer] == "dense")
     if hasattr(loaded, "first_k_dense_replace"):
         if loaded.first_k_dense_replace < 0:
             raise ModelError(f"first_k_dense_replace = {loaded.first_k_dense_replace} must be at least 0")

@@ -13,7 +13,7 @@ A parameter is a whole tensor there, a slice of one, or a stack of several:
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from terrace.model.block_operations import SCORE
@@ -42,6 +42,7 @@ class StoredTensor:
     shape: tuple[int, ...]  # of the stored tensor, or of each stacked one
     num_stacked: int = 0
     is_stack: bool = False
+    is_flat: bool = False  # its dims of one are left out here
     wide: bool = False  # at least fp32, whatever the dtype of other tensors
     transposed: bool = False  # stored as (in, out)
     part: int = 0
@@ -83,6 +84,8 @@ class Names:
     by_head: tuple[str, ...] = ()  # fused tensors whose slices are interleaved by head
     by_row: bool = False  # slices of stacks are interleaved by row
     transposed: bool = False
+    flat: tuple[str, ...] = ()  # vectors that files have with dims of one around them, as (1, 1, N, 1)
+    resaved: tuple[str, str] = ("", "")  # a part of names, and what a save by transformers has in its place
     beyond: str = "-"  # prefix of tensors that are no part of the decoder
 
 
@@ -109,10 +112,10 @@ _LLAMA = Names(
 _MLP = ("gate", "up", "down")
 
 
-def _mixture(block: str, experts: tuple[str, str, str], shared: str = "") -> Names:
+def _mixture(block: str, experts: Sequence[str], shared: str = "") -> Names:
     # `experts` are the names of gate, up and down.
     layer = {**_LLAMA.layer, "mlp.router": f"{block}.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
-    layer |= {f"mlp.shared.{name}": f"mlp.{shared}.{name}_proj" for name in _MLP}
+    layer |= {f"mlp.shared.{name}": f"{block}.{shared}.{name}_proj" for name in _MLP}
     stacked = {f"mlp.{name}": f"{block}.experts.{{}}.{theirs}" for name, theirs in zip(_MLP, experts, strict=True)}
     return replace(_LLAMA, layer=layer, stacked=stacked)
 
@@ -191,6 +194,24 @@ _APART = {
 }
 _QWEN_MOE = _mixture("mlp", _PROJECTIONS, "shared_expert")
 
+_KIMI_MIXTURE = _mixture("block_sparse_moe", ("w1", "w3", "w2"), "shared_experts")
+_KIMI = replace(
+    _KIMI_MIXTURE,
+    layer={**_KIMI_MIXTURE.layer, **_LATENT},
+    whole={GATE_BIAS: "block_sparse_moe.gate.e_score_correction_bias"},
+    resaved=(".mlp.", ".block_sparse_moe."),
+)
+_KIMI_LINEAR = {
+    **{f"{name}_conv": f"self_attn.{name.removeprefix('attention.')[0]}_conv1d" for name in _PARTS},
+    "attention.gate_down": "self_attn.g_a_proj",
+    "attention.gate": "self_attn.g_b_proj",
+    "attention.beta": "self_attn.b_proj",
+    "attention.decay_down": "self_attn.f_a_proj",
+    "attention.decay": "self_attn.f_b_proj",
+    "attention.norm": "self_attn.o_norm",
+}
+_KIMI_WHOLE = {"attention.log_decay": "self_attn.A_log", "attention.decay_bias": "self_attn.dt_bias"}
+
 NAMES: Mapping[str, Names] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite"), _LLAMA),
     "olmo2": replace(_LLAMA, layer={**_LLAMA.layer, **_AFTER}),
@@ -246,6 +267,7 @@ NAMES: Mapping[str, Names] = {
     "qwen3_5_text": _hybrid(_LLAMA),
     "qwen3_moe": _mixture("mlp", _PROJECTIONS),
     "glm4_moe": _SIGMOID,
+    "kimi_linear": _KIMI,
     "gpt_oss": replace(_LLAMA, whole=_SUNK, fused={"mlp.gate": 0, "mlp.up": 1}, by_row=True),
     **dict.fromkeys(("deepseek_v3", "kimi_k2"), replace(_SIGMOID, layer={**_SIGMOID.layer, **_LATENT})),
 }
@@ -261,6 +283,12 @@ LINEAR_NAMES: Mapping[str, Names] = {
     ),
     "qwen3_5_text": _linear(_LLAMA, _APART, _PARTS),
     "qwen3_5_moe_text": _linear(_QWEN_MOE, _APART, _PARTS),
+    "kimi_linear": replace(
+        _KIMI,
+        layer={**_KIMI_MIXTURE.layer, **_KIMI_LINEAR},
+        whole={**_KIMI.whole, **_KIMI_WHOLE},
+        flat=("attention.log_decay",),
+    ),
 }
 
 
@@ -336,7 +364,9 @@ def _heads(config: ModelConfig, tensor: str) -> int:
 
 def _whole(names: Names, spec: ParamSpec, name: str) -> StoredTensor:
     if not spec.is_stack:
-        return StoredTensor(name=name, shape=spec.shape, wide=spec.name == GATE_BIAS)
+        is_flat = spec.name in names.flat
+        shape = (1, 1, *spec.shape, 1) if is_flat else spec.shape
+        return StoredTensor(name=name, shape=shape, is_flat=is_flat, wide=spec.name == GATE_BIAS)
     module, (rows, *others) = spec.name.rpartition(".")[0], spec.part_shape
     parts = (rows, rows) if module in names.fused else ()
     stored = (sum(parts) or rows, *others)[::-1]  # (in, out), as in a product x W

@@ -189,8 +189,9 @@ class Pretrained:
 
     def _stored_name(self, name: str) -> str:
         # Folders of a bare model (without head) omit the base prefix.
-        short = name.removeprefix(NAMES[self.config.family].base)
-        return short if name not in self._files and short in self._files else name
+        names = NAMES[self.config.family]
+        found = (name, name.removeprefix(names.base), name.replace(*names.resaved, 1))
+        return next((each for each in found if each in self._files), name)
 
     def _header(self, name: str) -> tuple[tuple[int, ...], str]:
         try:
@@ -224,6 +225,7 @@ def _taken(stored: Any, source: StoredTensor) -> Tensor:
         return tensor.t() if source.transposed else tensor
     tensor = stored[:] if source.shape else stored[...]
     tensor = tensor.t() if source.transposed else tensor
+    tensor = tensor.flatten() if source.is_flat else tensor
     if not source.parts:
         return tensor
     grouped = tensor.reshape(source.num_groups, -1, *tensor.shape[1:])  # (G, rows of all parts, ...)

@@ -154,6 +154,7 @@ def joined(parts: list[Tensor], source: StoredTensor) -> Tensor:
         grouped = [part.reshape(*part.shape[:rows], source.num_groups, -1, *part.shape[rows + 1 :]) for part in parts]
         whole = torch.cat(grouped, rows + 1).flatten(rows, rows + 1)
     whole = (whole.mT if source.transposed else whole).contiguous()
+    whole = whole.view(source.shape) if source.is_flat else whole
     # safetensors cannot store a view of a larger tensor.
     return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 
