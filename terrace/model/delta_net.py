@@ -14,7 +14,7 @@ Shape legend: B batch, S sequence, H hidden, R runs, L tokens of a run, G key he
 a key and of a value, P taps, F features of queries, keys and values together.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -111,7 +111,7 @@ class GatedDeltaNet(nn.Module):
         self.gate_down, self.gate = ranked(), linear(sizes.rank or hidden, values)
         self.beta = linear(hidden, sizes.value_heads)
         self.decay_down, self.decay = ranked(), linear(sizes.rank or hidden, sizes.num_decays)
-        self.gated = torch.sigmoid if sizes.rank else F.silu
+        self.gated: Callable[[Tensor], Tensor] = torch.sigmoid if sizes.rank else F.silu
         self.query_conv, self.key_conv = (ShortConvolution(keys, sizes.taps, **where) for _ in range(2))
         self.value_conv = ShortConvolution(values, sizes.taps, **where)
         self.output = linear(values, hidden)
