@@ -110,4 +110,7 @@ def delta_nodes(tape: "BlockTape", delta: Delta) -> Iterator[Node]:
     forward_adds = of_head * (8 * size + 5 * key + 7 * value) // 2 + of_key * 6 * key
     states = 2 * math.ceil(tokens / size) * state
     backward_adds = of_head * (10 * size + 6 * key + 6 * value) + of_key * 12 * key + states
+    if _num_halvings(size, delta):  # factors of each halving, which the backward keeps
+        forward_adds += of_head * (5 * size // 4 + key // 2)
+        backward_adds += of_head * (33 * key // 2 - 2 * size)
     yield Node(tuple(each.name for each in delta.reads), delta.target.name, tuple(keeps), forward_adds, backward_adds)
