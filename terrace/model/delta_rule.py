@@ -127,7 +127,7 @@ def prepared(inputs: Sequence[Tensor], begins: Tensor | None) -> Chunks:
     query, key, value, decay, beta, log_decay, decay_bias = inputs
     wide = torch.promote_types(query.dtype, torch.float32)
     query, key, value, decay, beta = (each.to(wide) for each in (query, key, value, decay, beta))
-    rate = F.softplus(decay + decay_bias.to(wide)).unflatten(-1, (value.shape[2], -1))
+    rate = torch.unflatten(F.softplus(decay + decay_bias.to(wide)), -1, (value.shape[2], -1))
     rate = -log_decay.to(wide).exp().unsqueeze(-1) * rate  # g (R, L, N, 1 or K)
     groups, size = query.shape[2], min(CHUNK, query.shape[1])
     if rate.shape[-1] > 1:
@@ -164,16 +164,15 @@ def _decayed(left: Tensor, right: Tensor, total: Tensor) -> Tensor:
 
     `left` (2, R, G, 1, n, C, K) has two factors of one `right` (R, G, 1, n, C, K); `total` (R, G, r, n, C, K) is c.
     """
-    found = (
-        (left * right).sum(-1).expand(left.shape[0], *total.shape[:-1])[..., None, None]
-    )  # of each token with itself
+    of_itself = (left * right).sum(-1)  # the score of each token with itself
+    found = of_itself.expand(left.shape[0], *total.shape[:-1])[..., None, None]
     for half in (1 << level for level in range(total.shape[-2].bit_length() - 1)):
         (_, later), (earlier, _), (first, second) = (
-            each.unflatten(-2, (-1, 2, half)).unbind(-3) for each in (left, right, total)
+            torch.unflatten(each, -2, (-1, 2, half)).unbind(-3) for each in (left, right, total)
         )
         middle = first[..., -1:, :]
         below = (later * (second - middle).exp()) @ (earlier * (middle - first).exp()).mT
-        before, after = found.unflatten(-3, (-1, 2)).unbind(-3)
+        before, after = torch.unflatten(found, -3, (-1, 2)).unbind(-3)
         above = torch.cat([before, torch.zeros_like(before)], -1)
         found = torch.cat([above, torch.cat([below, after], -1)], -2)
     return found.squeeze(-3)

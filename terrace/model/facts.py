@@ -92,6 +92,11 @@ def has_linear_layers(config: ModelConfig) -> bool:
     return config.is_linear or any(kind.is_linear for kind in config.kinds)
 
 
+def has_attention(config: ModelConfig) -> bool:
+    """Whether some layer has attention."""
+    return not all(config.of_layer(layer).is_linear for layer in range(config.num_layers))
+
+
 def is_causal(config: ModelConfig) -> bool:
     """Whether no token depends on later ones; false with expert-choice gates."""
     return config.experts is None or not config.experts.is_noncausal

@@ -97,7 +97,10 @@ class LatentAttention(PlannedAttention):
         return _heads(query, self.head_dim), compressed
 
     def _turned(self, x: Tensor, tables: Sequence[Tensor]) -> Tensor:
-        return x if self.rotary is None else self.rotary.rotate_last(x, *tables, interleaved=self.interleaved)
+        if self.rotary is None:
+            return x
+        cos, sin = tables
+        return self.rotary.rotate_last(x, cos, sin, self.interleaved)
 
     def _keys_and_values(self, compressed: Tensor, tables: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and zero-padded values (B, N, S, D) from `compressed` (B, S, L + R)."""

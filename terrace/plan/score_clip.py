@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
-from terrace.model.operations import Norm, Product, Rotary
+from terrace.model.operations import Norm, Product
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
 from terrace.plan.plan import Plan
@@ -55,13 +55,14 @@ def score_bytes(length: int, heads: int, item: int, backend: str) -> int:
 def head_rows(block: BlockSpec) -> tuple[HeadRows, ...]:
     """The parameters that QK-clip scales in a block; none without attention whose queries and keys are products."""
     core, products = block.operations.core, {each.name: each for each in block.operations.of(Product)}
-    key = "key" if core.latent is None else "key-value up"
+    is_latent = "key-value up" in products
+    key = "key-value up" if is_latent else "key"
     if not core.heads or not {"query", key} <= products.keys():
         return ()
-    if core.latent is not None:
-        unrotated = core.head_dim - block.operations.of(Rotary)[0].dim
-        of_query = (0, unrotated, 0.5), (unrotated, core.head_dim, 1.0)
-        return *_rows(products["query"], *of_query), *_rows(products[key], (0, unrotated, 0.5))
+    if is_latent:
+        unshared = products[key].outputs.size - core.value_dim
+        of_query = (0, unshared, 0.5), (unshared, core.head_dim, 1.0)
+        return *_rows(products["query"], *of_query), *_rows(products[key], (0, unshared, 0.5))
     if core.is_grouped:
         return _rows(products["query"], (0, core.head_dim, 1.0))
     each = (0, core.head_dim, 0.5)

@@ -20,7 +20,7 @@ from terrace.base.schema import read_table
 from terrace.base.words import counted
 from terrace.cluster.cluster import Cluster
 from terrace.model.blocks import num_params
-from terrace.model.facts import has_scalar_head, is_causal, layer_windows
+from terrace.model.facts import has_attention, has_scalar_head, is_causal, layer_windows
 from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.train.config import RunConfig
@@ -64,7 +64,7 @@ def why_no_sample(run: RunConfig) -> str:
         return "the experts of a token depend on later tokens, so nothing can be sampled: leave it out"
     if has_scalar_head(run.model):
         return "a model with one output a token writes nothing: leave it out"
-    if all(run.model.of_layer(layer).is_linear for layer in range(run.model.num_layers)):
+    if not has_attention(run.model):
         return "all layers are linear, and generation needs a layer with attention: leave it out"
     if num_params(run.model) <= SAMPLE_MAX_PARAMS:
         return ""

@@ -152,7 +152,7 @@ def test_a_word_is_answered_once() -> None:
         ("generate a --seq-len 3", "terrace train has it: terrace train --train.sequence 3"),
         ("data prepare --seq 8", "did you mean --train.sequence 8?"),
         ("data lengths docs --seq 8", "did you mean --sequence 8?"),
-        ("data lengths docs --out a.svg", "did you mean --picture a.svg?"),
+        ("data lengths docs --output a.txt", "did you mean --out a.txt?"),
         ("train --output_dir a", "did you mean --folder a?"),
         ("train --max_steps 3", "did you mean --train.steps 3?"),
         ("rl --max-steps 3", "did you mean --run.steps 3?"),

@@ -43,7 +43,7 @@ def token_by_token(given: list[Tensor], begins: Tensor, state: Tensor) -> tuple[
         (each / (each.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(SHARING, 2)
         for each in (query, key)
     )
-    rate = log_decay.exp()[:, None] * F.softplus(decay + bias).unflatten(-1, (HEADS, -1))  # one number, or K
+    rate = log_decay.exp()[:, None] * torch.unflatten(F.softplus(decay + bias), -1, (HEADS, -1))  # one number, or K
     kept, strength = torch.exp(-rate), beta.sigmoid()
     whole, found = state.flatten(1, 2), []
     for token in range(LENGTH):

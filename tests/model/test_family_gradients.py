@@ -16,8 +16,14 @@ from tests.support.families import TABLES, TOKENS, in_fp64, loaded, their_model
 from tests.support.nightly import nightly
 
 ROWS = ("smollm3", "granite", "olmo2", "phi3, longrope, short", "gemma2", "gemma3_text", "gpt_oss, 20b")
-LINEAR = ("qwen3_next", "qwen3_next, odd sizes", "qwen3_5_text, grouped by three", "qwen3_5_moe_text, odd sizes")
-LINEAR = (*LINEAR, "kimi_linear", "kimi_linear, odd sizes")
+LINEAR = (
+    "qwen3_next",
+    "qwen3_next, odd sizes",
+    "qwen3_5_text, grouped by three",
+    "qwen3_5_moe_text, odd sizes",
+    "kimi_linear",
+    "kimi_linear, odd sizes",
+)
 
 
 def of_each_expert(key: str, grad: Tensor) -> dict[str, Tensor]:

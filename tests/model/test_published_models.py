@@ -62,7 +62,7 @@ def test_an_unknown_key_comes_with_the_way_to_drop_it() -> None:
 def test_the_inner_table_of_released_kimi_linear_folders() -> None:
     """Layers are named by numbers from 1 there, and an export writes them so."""
     plain = KIMI
-    inner = {"num_heads": 4, "head_dim": 3, "short_conv_kernel_size": 4}
+    inner: dict[str, Any] = {"num_heads": 4, "head_dim": 3, "short_conv_kernel_size": 4}
     inner |= {"kda_layers": [1], "full_attn_layers": [2]}
     released = {key: value for key, value in plain.items() if not key.startswith("linear_") and key != "layer_types"}
     released |= {"linear_attn_config": inner, "mla_use_nope": True, "rope_theta": 10000.0, "rope_scaling": None}

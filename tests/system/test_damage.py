@@ -31,9 +31,9 @@ def test_a_damaged_file_of_every_kind_is_found_or_harmless(pool: LocalPool, tmp_
     wrong = [f"{each.case}: {each.why}" for each in found if each.outcome == "wrong"]
     assert not wrong, "\n".join(wrong)
     counts = Counter(each.outcome for each in found)
-    # Half of a campaign sees each outcome, so none is a name alone.
+    # Half of a campaign sees each outcome, so none is a name alone; a sixth sees two.
     outcomes = ("refused", "repaired", "without effect", "said")
-    assert min(counts[each] for each in outcomes) > 0 or (numbers == ALL[::6] and len(counts) > 2), counts
+    assert min(counts[each] for each in outcomes) > 0 or (numbers == ALL[::6] and len(counts) > 1), counts
 
 
 def test_a_file_that_no_kind_knows_fails_the_campaign() -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from terrace.model.hf.key_tables import (
+    KIMI_KEYS,
     ROOT_OF_HIDDEN,
     DeepseekV3Table,
     Gemma2Table,
@@ -153,15 +154,6 @@ _DEEPSEEK_V3 = Family(
     ),
     only={"moe_layer_freq": (1,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},
 )
-# Name in other families, and in transformers -> name in the released files of Kimi Linear
-_KIMI_KEYS = {
-    "max_position_embeddings": "model_max_length",
-    "num_experts_per_tok": "num_experts_per_token",
-    "norm_topk_prob": "moe_renormalize",
-    "n_group": "num_expert_group",
-    "n_shared_experts": "num_shared_experts",
-    **dict.fromkeys(("num_local_experts", "n_routed_experts"), "num_experts"),
-}
 _HYBRID = _GATED | {"mlp_bias": False, "qk_norm": True, "norm_offset": True, "attention_gate": True}
 _QUARTER: dict[str, Any] = {"factor_key": "partial_rotary_factor", "default_factor": 0.25, "factor_is_free": True}
 _QWEN35 = Family(
@@ -385,17 +377,15 @@ FAMILIES: Mapping[str, Family] = {
     "kimi_linear": Family(
         keys=KimiLinearTable,
         architecture="KimiLinearForCausalLM",
-        names={own: _KIMI_KEYS.get(key, key) for own, key in _SIGMOID_ROUTED.items() if key != NEXTN} | _BIASED,
+        names={own: KIMI_KEYS.get(key, key) for own, key in _SIGMOID_ROUTED.items() if key != NEXTN} | _BIASED,
         constants=_SIGMOID,
-        aliases=_KIMI_KEYS,
+        aliases=KIMI_KEYS,
         is_mixture=True,
         is_scored=False,
         theta_key="",
         # Derived sizes, and RoPE that no layer applies.
-        harmless=frozenset(
-            {"head_dim", "qk_head_dim", "auto_map", "output_router_logits"}
-            | {"rope_theta", "rope_parameters", "rope_scaling"}
-        ),
+        harmless=frozenset(["head_dim", "qk_head_dim", "auto_map", "output_router_logits"])
+        | {"rope_theta", "rope_parameters", "rope_scaling"},
         only={
             **_DEEPSEEK_V3.only,
             NEXTN: (0,),

@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 ROOT_OF_HIDDEN = "root of hidden"  # value of a family's constant: embeddings are scaled by sqrt(H)
+# Name in other families, and in transformers -> name in the released files of Kimi Linear
+KIMI_KEYS = {
+    "max_position_embeddings": "model_max_length",
+    "num_experts_per_tok": "num_experts_per_token",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "n_shared_experts": "num_shared_experts",
+    **dict.fromkeys(("num_local_experts", "n_routed_experts"), "num_experts"),
+}
 
 _Class = TypeVar("_Class", bound=type)
 
