@@ -22,10 +22,10 @@ def test_ray_makes_its_sockets_in_a_folder_with_a_short_path(
             raise OSError("AF_UNIX path length cannot exceed 107 bytes")
 
     monkeypatch.setattr(on_ray.ray, "init", init)
-    on_ray._join_cluster(None)
+    on_ray._join_cluster("")
     (first, second) = asked
     assert second == first | {"_temp_dir": second["_temp_dir"]}
     assert len(second["_temp_dir"]) < 30
     monkeypatch.setattr(on_ray, "short_folders", lambda needed: [])
-    with pytest.raises(ConfigError, match="no Ray cluster at None"):
-        on_ray._join_cluster(None)
+    with pytest.raises(ConfigError, match="no Ray cluster at this machine"):
+        on_ray._join_cluster("")

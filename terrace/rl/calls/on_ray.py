@@ -271,7 +271,8 @@ def _join_cluster(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), _REACH_S).close()
         _init(address)
     except (OSError, OverflowError, ValueError) as error:  # a port beyond the largest overflows
-        raise ConfigError(f"no Ray cluster at {address!r} ({error}): start one with ray start --head") from error
+        place = repr(address) if address else "this machine"
+        raise ConfigError(f"no Ray cluster at {place} ({error}): start one with ray start --head") from error
 
 
 def _init(address: str) -> None:
