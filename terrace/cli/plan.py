@@ -176,6 +176,8 @@ def _search(options: argparse.Namespace, rest: Sequence[str], kept_bytes: int = 
     if task.lengths and deal is None and loop is None:
         deal, said = by_cost(task, [(_chosen(task, each), each) for each in ties.best])
         used = *used, said
+    elif task.lengths:
+        used = *used, 'balance = "cost" is not tried with islands, or with unequal shares or stages of members'
     answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored, rooms)
     _show(options, searched, ties, allowed, plan, loop, answers, deal, named)
     return 0

@@ -117,7 +117,7 @@ def _outputs(options: argparse.Namespace) -> dict[str, Path]:
         if path.exists() and not options.force:
             raise ConfigError(f"--{name} {path} is there already: name a new file, or add --force to replace it")
         # With --force an output could otherwise overwrite the command's own input.
-        check_not_read(f"--{name}", path, {each: getattr(options, each) for each in ("config", *_SECTIONS)})
+        check_not_read(f"--{name}", path, {each: getattr(options, each) for each in ("config", "lengths", *_SECTIONS)})
     names = list(outputs)
     for index, name in enumerate(names):
         for other in names[:index]:

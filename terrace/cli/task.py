@@ -162,7 +162,8 @@ def check_output(option: str, path: Path, options: argparse.Namespace) -> None:
     """Raises `ConfigError` if `option`'s file cannot be written. Called before any work, so that no result is lost."""
     check_writable(option, path)
     # With --force an output could otherwise overwrite the command's own input.
-    check_not_read(option, path, {name: getattr(options, name, None) for name in ("plan", "model", "cluster")})
+    inputs = ("plan", "model", "cluster", "lengths")
+    check_not_read(option, path, {name: getattr(options, name, None) for name in inputs})
     if path.exists() and not options.force:
         raise ConfigError(f"{path} is there already: write --force to replace it, or give another {option}")
 

@@ -40,6 +40,7 @@ from terrace.simulate.cycle import Cycle
 from terrace.simulate.fullest import Job, fullest_stage
 from terrace.simulate.step import Prediction, Step, predict_on, predict_step, resolved
 from terrace.simulate.timeline import play
+from terrace.simulate.with_lengths import with_lengths
 from terrace.simulate.work import Work
 
 # Safety factors of a lower bound: rounding of sums for steps played whole, twice the error of extrapolation for folded
@@ -168,7 +169,9 @@ def _changed(step: Step, change: Change) -> Step:
     if isinstance(work, Work) and change.plan.experts != step.plan.experts:
         expert, rows = Mesh.of(change.cluster, change.plan).stack_degrees
         work = replace(work, expert=expert, expert_rows=rows)
-    return replace(step, cluster=change.cluster, plan=change.plan, work=work)
+    changed = replace(step, cluster=change.cluster, plan=change.plan, work=work)
+    # Which ranks meet when, and how documents are dealt, depends on the plan and the cluster.
+    return with_lengths(changed, work.ragged.lengths) if isinstance(work, Work) else changed
 
 
 def _predicted(base: Prediction, change: Change, changed: Step) -> Prediction:

@@ -90,12 +90,15 @@ class StepView:
         work, device, lengths = self.step.work, self.run.cluster.device, self.lengths
         if not lengths or not isinstance(work, Work):
             return ""
-        attends = next(each for each in self.step.blocks if each.attends and not each.operations.delta.heads)
+        attends = next((each for each in self.step.blocks if each.attends and not each.operations.delta.heads), None)
+        if attends is None:
+            return f"Documents of {lengths.name} change nothing: all layers are linear, so no attention is priced."
         shares = core_shares(device, work_in(work, attends, device.type))
+        meets = "step" if work.balance == "tokens" and work.ragged.together > 1 else "micro-batch"
         return (
             f"Documents of {lengths.name} ({counted(len(lengths.documents), 'length', ',')}), each attended to by "
             f"itself: attention computes {100 * shares.slowest:.3g} % of whole rows' on the slowest rank, "
-            f"{100 * shares.mean:.3g} % in the mean; from micro-batch to micro-batch the slowest varies by "
+            f"{100 * shares.mean:.3g} % in the mean; from {meets} to {meets} the slowest varies by "
             f"{100 * shares.spread:.2g} % (standard deviation)."
         )
 

@@ -31,7 +31,17 @@ from terrace.sequence.lengths import Lengths, MeanDealt, Ragged, Row, drawn_micr
 _Value = TypeVar("_Value")
 
 _MOST_DRAWN = 16  # micro-steps of a mean
-MOST_TOGETHER = 8  # micro-batches between two meetings of the data ranks that are drawn; more hardly change the mean
+_FEWEST_ROWS = 512  # of a mean, as few rows miss rare long documents
+_DEALT_TOGETHER = 4  # micro-batches of a step that are dealt by cost
+# Micro-batches between two meetings of the data ranks, and their rows, that are drawn at most. The busiest data rank of
+# more micro-batches is nearer to the mean.
+_TOGETHER, _ROWS_TOGETHER = (8, 64), 8192
+
+
+def drawn_together(num_micros: int, num_rows: int) -> int:
+    """Micro-batches of `num_rows` rows, over all data ranks, that are drawn for a step of `num_micros`."""
+    fewest, most = _TOGETHER
+    return min(num_micros, max(fewest, min(most, _ROWS_TOGETHER // num_rows)))
 
 
 class Loads(NamedTuple):
@@ -98,7 +108,8 @@ def drawn_shares(
     loads = _loads(ragged.lengths, sequence, ring, window)
     whole = max(row_loads((sequence,), sequence, ring, window), key=lambda each: each.total(halves[0]))
     slowest, means = list[Loads](), list[float]()
-    for rows in drawn_micros(ragged.lengths, sequence, micro_batch * data * ragged.together, _MOST_DRAWN):
+    num_rows = micro_batch * data * ragged.together
+    for rows in drawn_micros(ragged.lengths, sequence, num_rows, max(_MOST_DRAWN, _FEWEST_ROWS // num_rows)):
         # The busiest ring rank of each micro-batch, then the data rank with the most work of those between meetings.
         micros = [_busiest([loads[row] for row in micro], halves[0]) for micro in _batched(rows, micro_batch)]
         ranks = [_sum(each) for each in _batched(micros, ragged.together)]
@@ -141,7 +152,7 @@ def deal_drawn(
     cost: WorkCost,
 ) -> MeanDealt:
     """Means of drawn micro-steps of a context group; `ring` of its ring ranks share a data rank's rows."""
-    num_ring_ranks, together = math.prod(ring_degrees), min(num_micros, MOST_TOGETHER // 2)
+    num_ring_ranks, together = math.prod(ring_degrees), min(num_micros, _DEALT_TOGETHER)
     num_rows = micro_batch * num_ring_ranks // ring
     whole_s, share = micro_batch / ring * cost.whole_s(sequence), -(-micro_batch * sequence // ring)
     slowest, means, waits, seconds = list[float](), list[float](), list[float](), list[float]()

@@ -9,7 +9,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.residency import recomputed
 from terrace.plan.validate import check_context
 from terrace.sequence.lengths import Lengths, MeanDealt, Ragged
-from terrace.sequence.ragged import MOST_TOGETHER, deal_drawn, drawn_shares
+from terrace.sequence.ragged import deal_drawn, drawn_shares, drawn_together
 from terrace.simulate.attention_cost import attention_cost
 from terrace.simulate.inside import InBlockPrices, attention_bytes
 
@@ -24,9 +24,9 @@ def with_lengths(step: "Step", lengths: Lengths) -> "Step":
     """
     if not lengths:
         return step
-    layout = Layout.of(step.cluster, step.plan)
+    layout, data = Layout.of(step.cluster, step.plan), Mesh.of(step.cluster, step.plan).total("data")
     gathers = layout.span(layout.params) > 1
-    together = 1 if gathers else min(step.num_micros, MOST_TOGETHER)
+    together = 1 if gathers else drawn_together(step.num_micros, data * step.plan.micro_batch)
     ragged = Ragged(lengths, together, _dealt(step, lengths) if step.plan.balance == "cost" else MeanDealt())
     if isinstance(step.work, tuple):
         return replace(step, work=_fewer_flops(step, ragged))

@@ -8,7 +8,7 @@ from typing import Any
 from terrace.base.errors import ConfigError, DataError
 from terrace.base.schema import merge
 from terrace.base.words import counted
-from terrace.cli.files import check_count, check_writable, write_file
+from terrace.cli.files import check_count, check_not_read, check_writable, write_file
 from terrace.cli.here import cluster_here
 from terrace.cli.options import flags
 from terrace.cli.overrides import parse_overrides, take_word
@@ -45,6 +45,7 @@ def run(options: argparse.Namespace, rest: Sequence[str]) -> int:
             raise ConfigError(f"--picture {options.picture}: it is written as SVG; name a file that ends in .svg")
     if options.out is not None:
         check_writable("--out", options.out)
+        check_not_read("--out", options.out, {"corpus": path, "model": options.model, "cluster": options.cluster})
     # All input is checked before the corpus is read, which may take minutes.
     model, cluster, data = _described(options, path, rest)
     if cluster.world_size > _MOST_PLACES:
