@@ -6,10 +6,10 @@ the order of initialisation, the rank or the plan.
 Matrices are normal with standard deviation `init_std`, divided by sqrt(2 * num_layers) for the two projections that
 write to the residual stream, as in GPT-2, so that its variance does not grow with depth. Norm weights are one (zero if
 norms multiply by 1 + weight), biases zero, attention sinks normal as matrices are. In linear layers exp(log_decay) is
-uniform in (0.01, 16) and the bias of the decay one, as in the released models; with a decay for each element of a key,
-softplus of the bias is uniform in its logarithm, in (0.001, 0.1), as in Mamba. Matrix A of a LoRA adapter is uniform in
-+-1 / sqrt(in), as in torch's Linear; B is zero, so that the adapter adds nothing at first (Hu et al. 2106.09685,
-section 4.1).
+uniform in (0.01, 16) and the bias of the decay one, as in the released models; with a decay for each element of a key
+it is uniform in (1, 16), and softplus of the bias is uniform in its logarithm, in (0.001, 0.1), as in Mamba. Matrix A of
+a LoRA adapter is uniform in +-1 / sqrt(in), as in torch's Linear; B is zero, so that the adapter adds nothing at first
+(Hu et al. 2106.09685, section 4.1).
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def initial_value(config: ModelConfig, block_name: str, param_name: str, shape: 
         return torch.ones(shape)
     if param_name == _LOG_DECAY:
         generator = torch.Generator().manual_seed(_seed_of(seed, f"{block_name}.{param_name}"))
-        return torch.empty(shape).uniform_(0.01, 16.0, generator=generator).log_()
+        return torch.empty(shape).uniform_(1.0 if config.delta.rank else 0.01, 16.0, generator=generator).log_()
     if param_name.endswith(("bias", UP)):
         return torch.zeros(shape)
     if param_name.endswith(DOWN):

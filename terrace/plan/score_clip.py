@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terrace.base.errors import PlanError
-from terrace.model.operations import Norm, Product
+from terrace.model.operations import Delta, Norm, Product
 from terrace.model.spec import BlockSpec
 from terrace.plan.dims import is_layer
 from terrace.plan.plan import Plan
@@ -78,7 +78,8 @@ def check_score_clip(plan: Plan, blocks: Sequence[BlockSpec]) -> None:
     """Raise `PlanError` where no matrix could bound the scores of a layer, or where updates do not end a step."""
     if not parse_update(plan.update).clips_scores:
         return
-    layers = [block for index, block in enumerate(blocks) if is_layer(blocks, index)]
+    # Linear layers beside others have no scores, and normalise queries and keys.
+    layers = [block for index, block in enumerate(blocks) if is_layer(blocks, index) and not block.operations.of(Delta)]
     for block in layers or blocks[:1]:
         if why := _why_not(block):
             raise PlanError(f"optimizer.qk_clip: {block.name} {why}; leave it out")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from terrace.base.errors import ModelError
 from terrace.model.attention import PerMicroBatch, PlannedAttention
@@ -88,11 +88,11 @@ class ScoreClip:
         finally:
             scores.is_open = False
 
-    def settle(self, largest: Tensor) -> None:
+    def settle(self, largest: Sequence[float]) -> None:
         """Take the largest scores over all ranks, of the step that ends."""
-        found, limit = largest.tolist() if len(largest) else [], self._limit
+        limit = self._limit
         factors = {
-            block: [limit / each if each > limit else 1.0 for each in found[part]]
+            block: [limit / each if each > limit else 1.0 for each in largest[part]]
             for block, part in self._heads.items()
         }
         self._factors = {block: each for block, each in factors.items() if min(each, default=1.0) < 1.0}

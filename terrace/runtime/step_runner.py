@@ -97,16 +97,15 @@ class Updates:
         collectives, largest = messages.comm.collectives, self._scores.largest
         pending = messages.submit(lambda: total.append(collectives.sum_control(transfer, values, largest)))
         messages.wait(pending, "wait control")
-        sums, of_heads = torch.split(total[0], [len(total[0]) - len(largest), len(largest)])
         counts = self._load.sums if calls.trains else None
-        self.sums = StepSums.of(sums, len(of_routers), state.loss_scale.value, counts)
+        self.sums = StepSums.of(total[0], len(of_routers), state.loss_scale.value, counts, len(largest))
         self._scale = self.sums.scale(state.settings.clip)
         self._host_scale = self.sums.on_host().scale(state.settings.clip) if calls.trains else self._scale
         messages.clock.mark("clip")
         if calls.trains:
             end_gradients(flats, state.edges.values(), self.sums, self.gives_up)
             self._load.settle(self.sums.counts)
-            self._scores.settle(of_heads)
+            self._scores.settle(self.sums.largest)
             self._island.numbers.stepped(self.sums.loss, self.sums.num_tokens)
             self._gradients.resting.begin_updates()
 

@@ -33,24 +33,43 @@ class StepSums:
     num_tokens: Tensor
     figures: tuple[float, ...] = ()  # loss, norm, tokens, sums of routers and rounding, on the host
     counts: tuple[int, ...] = ()  # of experts' tokens and rows, on the host
+    largest: tuple[float, ...] = ()  # scores of heads under QK-clip, on the host
     loss_scale: float = 1.0  # of the gradients, not of these figures
 
     @staticmethod
-    def of(total: Tensor, num_of_routers: int = 0, loss_scale: float = 1.0, counts: Tensor | None = None) -> "StepSums":
+    def of(
+        total: Tensor,
+        num_of_routers: int = 0,
+        loss_scale: float = 1.0,
+        counts: Tensor | None = None,
+        num_scores: int = 0,
+    ) -> "StepSums":
         """Figures from `total`, summed over CLIP's ranks: squared norm, loss, tokens, router sums, rounding errors.
 
-        Gradients are scaled by `loss_scale`, which is divided out of the norm. `counts` come to the host with them.
+        Gradients are scaled by `loss_scale`, which is divided out of the norm. `counts`, and the largest scores, which
+        are the last `num_scores` of `total`, come to the host with them.
         """
+        total, largest = total.split([len(total) - num_scores, num_scores])
         # Losses and gradients are sums over tokens: one division by the global count makes them means.
         (squared, loss, count), rest = total[:3].unbind(), total[3:]
         of_routers, rounding = rest[:num_of_routers], rest[num_of_routers:]
         least = torch.where(count > 0, count, 1.0)  # weights may sum to less than 1
         loss, norm = loss / least, squared.sqrt() / least / loss_scale
         # The one transfer to the host of a step.
-        parts = torch.stack([loss, norm, count]), of_routers, rounding, *(() if counts is None else (counts.double(),))
-        numbers = torch.cat(parts).tolist()
-        figures, of_experts = tuple(numbers[: len(total)]), tuple(map(int, numbers[len(total) :]))
-        return StepSums(loss, norm, count, figures, of_experts, loss_scale)
+        parts = (
+            torch.stack([loss, norm, count]),
+            of_routers,
+            rounding,
+            largest,
+            *(() if counts is None else (counts.double(),)),
+        )
+        numbers, first, last = torch.cat(parts).tolist(), len(total), len(total) + num_scores
+        figures, scores, of_experts = (
+            tuple(numbers[:first]),
+            tuple(numbers[first:last]),
+            tuple(map(int, numbers[last:])),
+        )
+        return StepSums(loss, norm, count, figures, of_experts, scores, loss_scale)
 
     @property
     def is_finite(self) -> bool:

@@ -29,6 +29,7 @@ from terrace.plan.mesh import Mesh
 from terrace.plan.plan import Plan
 from terrace.plan.presets import command_plan
 from terrace.plan.pruning import NO_PRUNING, BlockPruning
+from terrace.plan.update import QK_CLIP
 from terrace.plan.validate import num_micro_batches
 from terrace.runtime.settings import OptimizerConfig
 from terrace.train.elastic_keys import NO_ROSTER, ElasticConfig
@@ -127,9 +128,10 @@ def parse_sections(table: Mapping[str, Any]) -> RunConfig:
 
 
 def _plan(table: Mapping[str, Any], cluster: Cluster, optimizer: OptimizerConfig, prune: BlockPruning) -> Plan:
-    # A plan's memory and FLOPs depend on the optimizer, so one made for another must not be used silently.
-    update = table.get("update", optimizer.update)
-    if update != optimizer.update:
+    # A plan's memory and FLOPs depend on the optimizer, so one made for another must not be used silently. QK-clip has
+    # no state: a found plan, or a resumed run, may begin or end it.
+    update = table.get("update", optimizer.group)
+    if not isinstance(update, str) or update.removesuffix(QK_CLIP) != optimizer.group:
         raise ConfigError(
             f"the plan was made for plan.update = {update!r}, and the optimizer is {optimizer.update!r}: leave "
             "plan.update out, or name the same optimizer"

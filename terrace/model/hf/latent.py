@@ -34,7 +34,7 @@ def read_latent(loaded: Any, table: Mapping[str, Any], *, rotates: bool) -> dict
     fields = {own: getattr(loaded, key) or 0 for own, key in KEYS.items() if own != "interleaved"}
     scaling = table.get("rope_parameters") or table.get("rope_scaling") or {}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    mscale = scaling.get(_MSCALE) or 0.0 if kind != "default" else 0.0
+    mscale = scaling.get(_MSCALE) or 0.0 if rotates and kind != "default" else 0.0
     fields |= {"interleaved": bool(getattr(loaded, KEYS["interleaved"], True)), "mscale": float(mscale)}
     shared = fields["shared_dim"] = getattr(loaded, _SHARED)
     return {

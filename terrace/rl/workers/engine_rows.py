@@ -23,6 +23,7 @@ from terrace.model.decoder import build_blocks
 from terrace.model.facts import has_linear_layers, is_dense
 from terrace.model.init import initial_value
 from terrace.plan.mesh import CONTEXT, PIPELINE, TENSOR, Mesh
+from terrace.plan.update import parse_update
 from terrace.rl.algorithms.aggregation import Aggregation
 from terrace.rl.algorithms.batches import at_valid_tokens, batch_of
 from terrace.rl.algorithms.shared_prefixes import has_shared_prefixes, share_prefixes
@@ -70,12 +71,14 @@ def engine_of(
 
 def joins(settings: EngineSettings, device: torch.device) -> bool:
     """Whether sequences are joined with shared prefixes: on a CPU, for dense models, without pipeline, tensor and
-    context axes, whose messages need a fixed size, and without linear layers, whose state has no branches.
+    context axes, whose messages need a fixed size, without linear layers, whose state has no branches, and without
+    QK-clip, which measures scores of plain rows.
     """
     mesh = Mesh.of(settings.cluster, settings.plan)
     parts_rows = any(mesh.total(axis) > 1 for axis in (*PIPELINE, *TENSOR, *CONTEXT))
     branches = is_dense(settings.model) and not has_linear_layers(settings.model)
-    return device.type == "cpu" and branches and not parts_rows
+    measures = parse_update(settings.plan.update).clips_scores
+    return device.type == "cpu" and branches and not parts_rows and not measures
 
 
 def _initial(settings: EngineSettings) -> InitialValue:
