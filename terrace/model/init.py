@@ -7,9 +7,9 @@ Matrices are normal with standard deviation `init_std`, divided by sqrt(2 * num_
 write to the residual stream, as in GPT-2, so that its variance does not grow with depth. Norm weights are one (zero if
 norms multiply by 1 + weight), biases zero, attention sinks normal as matrices are. In linear layers exp(log_decay) is
 uniform in (0.01, 16) and the bias of the decay one, as in the released models; with a decay for each element of a key
-it is uniform in (1, 16), and softplus of the bias is uniform in its logarithm, in (0.001, 0.1), as in Mamba. Matrix A of
-a LoRA adapter is uniform in +-1 / sqrt(in), as in torch's Linear; B is zero, so that the adapter adds nothing at first
-(Hu et al. 2106.09685, section 4.1).
+it is uniform in (1, 16), and softplus of the bias is uniform in its logarithm, in (0.001, 0.1), as in Mamba. Matrix A
+of a LoRA adapter is uniform in +-1 / sqrt(in), as in torch's Linear; B is zero, so that the adapter adds nothing at
+first (Hu et al. 2106.09685, section 4.1).
 """
 
 import hashlib
