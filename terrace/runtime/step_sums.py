@@ -49,7 +49,7 @@ class StepSums:
         Gradients are scaled by `loss_scale`, which is divided out of the norm. `counts`, and the largest scores, which
         are the last `num_scores` of `total`, come to the host with them.
         """
-        total, largest = total.split([len(total) - num_scores, num_scores])
+        total, largest = torch.split(total, [len(total) - num_scores, num_scores])
         # Losses and gradients are sums over tokens: one division by the global count makes them means.
         (squared, loss, count), rest = total[:3].unbind(), total[3:]
         of_routers, rounding = rest[:num_of_routers], rest[num_of_routers:]
