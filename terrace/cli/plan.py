@@ -173,12 +173,11 @@ def _search(options: argparse.Namespace, rest: Sequence[str], kept_bytes: int = 
         beside = (taught.words(plan),)
     used = *beside, chunks_words(cut, best.step_s), products_words(found, best.step_s), kept.words(task, best)
     deal = _deal(given, ties, loop, lambda pins: search(replace(space, pins=pins)), pins, allowed)
+    said = 'balance = "cost" is not tried with islands, or with unequal shares or stages of members'
     if task.lengths and deal is None and loop is None:
         deal, said = by_cost(task, [(_chosen(task, each), each) for each in ties.best])
-        used = *used, said
-    elif task.lengths:
-        used = *used, 'balance = "cost" is not tried with islands, or with unequal shares or stages of members'
-    answers = Answers(tokens, options.price, own, (unequal_words(given.cluster, deal), *used), stored, rooms)
+    used = unequal_words(given.cluster, deal), *used, said if task.lengths else ""
+    answers = Answers(tokens, options.price, own, used, stored, rooms)
     _show(options, searched, ties, allowed, plan, loop, answers, deal, named)
     return 0
 

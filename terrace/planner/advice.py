@@ -4,8 +4,7 @@ A change of the plan changes one thing: a placement by one tier, the prefetch di
 wire format on one tier, the schedule of a pipeline, the tier or the chunks of experts, the delay of islands. A step
 that does not fit is also tried with the rows of its embedding spread over ranks. A change of the cluster doubles one
 bandwidth or the device's FLOP/s, or halves one latency. Invalid plans are skipped, as are those that need more memory
-than the device has (or than the present step, if that already exceeds it), including activations, context and allocator
-losses.
+than the device has (or than the present step, if that exceeds it), with activations, context and allocator losses.
 """
 
 import json
